@@ -1,4 +1,4 @@
-"""The current GPU, its current stream, told without torch's own detour, and moments of streams."""
+"""The current GPU, its current stream without torch's detour, and moments of streams."""
 
 import functools
 import time
@@ -27,7 +27,7 @@ def _stream_of(index: int, raw: int) -> torch.cuda.Stream:
 def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Records a moment of a stream with its time, which takes the GPU some 3 us.
 
-    An event for which a host may sleep would interrupt every process of the GPU when it is reached.
+    An event that lets a host sleep would interrupt every process of the GPU when it is reached.
     """
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
@@ -49,7 +49,7 @@ class Stamp:
             self._ns = time.monotonic_ns()
 
     def has_passed(self) -> bool:
-        """Whether the device has come to it."""
+        """Tells whether the device has come to it."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""The arguments that tools share, beside those of the examples."""
+"""The arguments that tools share, besides those of the examples."""
 
 import argparse
 import math
@@ -63,7 +63,7 @@ def share(text: str) -> float:
 
 
 def row_bound(text: str) -> float:
-    """What a backend takes as its ``row_bound``."""
+    """A factor that a backend accepts as its ``row_bound``."""
     value = float(text)
     try:
         BackendOptions(row_bound=value)

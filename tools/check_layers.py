@@ -100,7 +100,7 @@ EXCHANGES = {
     "separate/exchange.py",
     "separate/rows.py",
     "separate/tensor.py",
-    "telemetry/reduce.py",  # sums of figures, for which nobody waits
+    "telemetry/reduce.py",  # sums of figures, without a wait
 }
 COLLECTIVES = {
     f"{verb}{form}"

@@ -23,11 +23,19 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("csrc", "examples", "flashmoe_megatron", "tests", "tools")
 RECORDS = ROOT / "tools" / "bench" / "results"
 """Pages of measurements, which stay as they were written."""
-PLAIN = ("csrc",)
+PLAIN = (
+    "csrc",
+    "flashmoe_megatron/measured",
+    "flashmoe_megatron/telemetry",
+    "tools/bench/bench_training",
+    "tools/simulate",
+    "tools/timeline",
+    "tools/weak_scaling",
+)
 """Files and folders whose sentences have none of the five forms."""
 
 _CODE = "code"
-"""Stands for what is no prose, so that the sentence around it keeps its length of one word."""
+"""Stands for anything but prose, so that the sentence around it keeps its length of one word."""
 _C_LIKE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|//[^\n]*|/\*.*?\*/', re.S)
 _HASH = re.compile(r"(?:^|(?<=\s))#(?!!)[^\n]*", re.M)
 _SPAN = re.compile(r"``[^`]+``|`[^`]+`")
@@ -40,7 +48,7 @@ _FIRST = re.compile(r"\A[\s(*_]*(?P<words>(?:of|those of|that of|whose)\b)", re.
 """The first word of a comment, which may be in lower case."""
 _SEE = re.compile(r"\bSee there\b")
 _NO_VERB = re.compile(r"\A[\s(*_]*(?:(?:What|Whether|Which|Who)\b|Where\b(?![^.]*,))")
-"""A first word after which a comment or a docstring has no main verb."""
+"""A first word that leaves a comment or a docstring without a main verb."""
 _FORMS = {
     "a clause with an actor and a verb": re.compile(
         r"\b(?:after|before|behind|beside|by|for|from|of|through|to|under|with)"
@@ -52,7 +60,7 @@ _FORMS = {
         r"\b(?:behind|beside|anew|in\s+turns)\b", re.I
     ),
 }
-"""What is wanted in place of a form."""
+"""The words that are wanted in place of a form."""
 
 Text = tuple[int, str]
 """The line at which a piece of prose begins, and the piece."""

@@ -1,10 +1,11 @@
 """Checks the kernel on this machine's GPUs, whatever their number, and records the result.
 
 One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), in
-several processes where pytest-xdist is installed, and after them alone those that judge times; the
-multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed beside its own layers
-where it is installed, and NVIDIA's compute-sanitizer on a small case where it is installed. The
-library has to be built already (``tools/build.py``); the package is used from the checkout.
+several processes where pytest-xdist is installed, and after them alone the tests that judge times;
+the multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed compared with its
+own layers where it is installed, and NVIDIA's compute-sanitizer on a small case where it is
+installed. The library has to be built already (``tools/build.py``); the package is used from the
+checkout.
 
 ``--stress`` runs nothing of this but the layer, again and again, in random order, with random
 lateness and in poisoned memory, on virtual ranks and on several GPUs, for ``--stress-seconds``
@@ -47,7 +48,7 @@ FAULTS_LIMIT_S = 400
 SANITIZER_LIMIT_S = 75
 STRESS_MARGIN_S = 90  # a run also has to load kernels and to end
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZER_ERROR = 86  # compute-sanitizer is told to end so where it finds something
+SANITIZER_ERROR = 86  # compute-sanitizer ends so where it finds something
 
 PARTS = ("single", "multi", "faults", "deepspeed", "sanitizer")
 
@@ -104,7 +105,7 @@ class Check:
 
 
 def torchrun(ranks: int) -> list[str]:
-    """What starts ranks on this host, before the program that they run."""
+    """The command that starts ranks on this host, without the program that they run."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(ranks)]
 
@@ -333,7 +334,7 @@ def _run_stress(command: list[str], library: Path, seconds: float, seed: int) ->
 
 
 def run_parts(only: list[str], num_hopper: int) -> list[Check]:
-    """Runs the parts that are asked for; one that cannot run here is skipped and says why."""
+    """Runs the parts that are asked for; a part that cannot run here is skipped and says why."""
     one_gpu = "this machine has one Hopper GPU" if num_hopper < 2 else ""
     missing = "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
     several = "tests/multi_gpu"
@@ -391,7 +392,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def unused(path: Path) -> Path:
-    """A path, or the first numbered one beside it that there is not."""
+    """A path, or the first numbered one in its folder that does not exist yet."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
     return next(one for one in itertools.chain([path], numbered) if not one.exists())
 

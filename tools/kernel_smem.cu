@@ -1,5 +1,5 @@
-// Prints what each kernel asks for as dynamic shared memory, in bytes: "name bytes" a line; those
-// that are left out ask for none. Runs on the host alone.
+// Prints what each kernel asks for as dynamic shared memory, in bytes: "name bytes" a line;
+// kernels without a line ask for none. Runs on the host alone.
 #include <cstdio>
 
 #include "flashmoe/kernel/gather.cuh"

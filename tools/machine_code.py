@@ -1,4 +1,4 @@
-"""What ptxas made of the kernels where it matters and the sources cannot tell: their machine code.
+"""Checks the kernels' machine code where it matters and the sources do not show it.
 
     python tools/machine_code.py
 
@@ -10,14 +10,14 @@ from uniform registers. Where ptxas cannot prove that a loop is uniform it keeps
 ones, and moves 16 of them at every stage: 5 to 7 % of a layer's time
 (tools/bench/results/2026-11-h200-1x.md).
 
-*Lost acquires*. ptxas drops a load whose value nobody uses, also one that acquires: a NOP stays in
-its place, and behind it the invalidation of the L1, under a predicate that has meant something else
+*Lost acquires*. ptxas drops a load whose value is not used, even if it acquires: a NOP stays in its
+place, and after it the invalidation of the L1, under a predicate that has meant something else
 since. Where that is false, what follows may be read as it was before
 (tools/bench/results/2026-11-h200-2x.md).
 
-*Early arrivals*. A warp that loads from shared memory and then arrives at another CTA's barrier may
-be heard of before the load is done, unless the arrival depends on what was loaded. Then the place
-is written anew, and the load finds that (tools/bench/results/2026-11-h200-2x.md).
+*Early arrivals*. A warp loads from shared memory and then arrives at another CTA's barrier. The
+arrival may be seen before the load is done, unless it depends on the loaded value. Then another
+value is written to the place, and the load finds that (tools/bench/results/2026-11-h200-2x.md).
 """
 
 import argparse
@@ -62,7 +62,7 @@ NEAR = 24
 
 
 def find_disassembler() -> Path:
-    """Finds cuobjdump: beside nvcc, in PATH, or in the package nvidia-cuda-cuobjdump.
+    """Finds cuobjdump: next to nvcc, in PATH, or in the package nvidia-cuda-cuobjdump.
 
     Raises:
         BuildError: There is no cuobjdump.
@@ -85,7 +85,7 @@ def disassemble(objects: list[nvcc_build.Object]) -> str:
 
 
 def instructions(listing: str) -> Kernels:
-    """What a listing of :func:`disassemble` has of each kernel."""
+    """Returns the instructions of each kernel in a listing of :func:`disassemble`."""
     found: Kernels = {}
     of_kernel: list[Instruction] = []
     for line in listing.splitlines():
@@ -137,7 +137,7 @@ def early_arrivals(kernels: Kernels) -> dict[str, int]:
 def _count(
     kernels: Kernels, is_bad: Callable[[Instruction, list[Instruction]], bool]
 ) -> dict[str, int]:
-    """How many instructions of each kernel are bad behind the few before them."""
+    """Counts the instructions of each kernel that are bad after the few before them."""
     return {
         kernel: sum(is_bad(one, code[max(0, at - NEAR) : at]) for at, one in enumerate(code))
         for kernel, code in kernels.items()
@@ -145,14 +145,14 @@ def _count(
 
 
 def _is_lost(invalidation: Instruction, before: list[Instruction]) -> bool:
-    """Whether a load has become nothing where the L1 is invalidated behind it."""
+    """Tells whether a load has become nothing where the L1 is invalidated after it."""
     if invalidation.operation != INVALIDATION or not before:
         return False
     return before[-1][:2] == (invalidation.predicate, NOTHING)
 
 
 def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
-    """Whether the last load among some instructions may be done after the arrival behind them."""
+    """Tells whether the last load before an arrival may be done after it."""
     if arrival.operation != ARRIVAL:
         return False
     loaded: set[str] | None = None  # what was computed from it is added
@@ -164,7 +164,7 @@ def _is_early(arrival: Instruction, before: list[Instruction]) -> bool:
         elif loaded and loaded.intersection(one.registers[1:]):
             loaded.add(one.registers[0])
         elif loaded and one.registers and not one.predicate:
-            loaded.discard(one.registers[0])  # it is written anew
+            loaded.discard(one.registers[0])  # it is written again
     if loaded is None:
         return False
     return not loaded.intersection([arrival.predicate.lstrip("@!"), *arrival.registers])

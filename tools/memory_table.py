@@ -4,7 +4,7 @@ Without a GPU, from the planner alone, for 4 ranks:
 
     python -m tools.memory_table
 
-on all GPUs of a host, beside what the heap and torch's allocator say of a forward and a backward:
+on all GPUs of a host, compared with the heap and torch's allocator after a forward and a backward:
 
     torchrun --nproc-per-node 4 -m tools.memory_table --out results.jsonl
 

@@ -34,8 +34,8 @@ COMPILE_FLAGS = [
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
 WITH_SLOTS = "with_slots"
-"""Folders of what is compiled for layers with spare slots. A plan has no register left for them, so
-these kernels may spill some bytes, which csrc/RESOURCES.md tells."""
+"""Folders with kernels for layers with spare slots. A plan has no register left for these, so that
+they may spill some bytes, which csrc/RESOURCES.md lists."""
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
@@ -103,7 +103,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Where nvcc and the headers are.
+    """The places of nvcc and the headers.
 
     Attributes:
         nvcc: The compiler driver.
@@ -124,7 +124,7 @@ class Toolchain:
 
     @property
     def libraries(self) -> list[str]:
-        """Flags for what is linked."""
+        """Flags for the linker."""
         return [f"-L{self.lib_dir}"] if self.lib_dir else []
 
     def make(self, target: Path, arguments: list[str], complaint: str) -> str:
@@ -158,7 +158,7 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What ptxas gave one kernel.
+    """The resources that ptxas gave one kernel.
 
     Attributes:
         kernel: Its mangled name.
@@ -325,7 +325,7 @@ def _find_package(name: str) -> ModuleSpec | None:
 
 
 def packaged_roots() -> list[Path]:
-    """Where NVIDIA's packages for CUDA 13 are installed."""
+    """Lists the folders in which NVIDIA's packages for CUDA 13 are installed."""
     spec = _find_package("nvidia")
     locations = (spec.submodule_search_locations or []) if spec else []
     return [Path(location) / "cu13" for location in locations]
@@ -386,7 +386,7 @@ def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
 
 
 def _is_report(line: str) -> bool:
-    """Whether a line is ptxas's account of a kernel that is as it should be."""
+    """Tells whether a line is ptxas's report of a kernel without a loss of performance."""
     return line.startswith("ptxas info") and PERFORMANCE_LOSS not in line
 
 

@@ -1,4 +1,4 @@
-"""The table of what every kernel takes, ``csrc/RESOURCES.md``, made from the compiler's reports.
+"""The table of every kernel's resources, ``csrc/RESOURCES.md``, made from the compiler's reports.
 
 ``python tools/build.py --resources`` writes it; a test compares it with the objects that are built.
 """

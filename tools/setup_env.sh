@@ -70,10 +70,10 @@ if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     say "installing Megatron-Core, DeepSpeed, the package and the tools of the checks"
     pip install --quiet "setuptools>=77" wheel
     # DeepSpeed compiles its operators when they are first used. Its set-up asks torch for a GPU, so
-    # it needs this torch and not another one that pip would fetch for the build.
+    # it needs this torch and not another that pip would fetch for the build.
     DS_BUILD_OPS=0 FLASHMOE_SKIP_CUDA_BUILD=1 \
         pip install --quiet --no-build-isolation --editable ".[test,dev]"
-    # The oldest release that the package claims to work with is installed beside it, in a folder of
+    # The oldest release that the package claims to work with is installed as well, in a folder of
     # its own; that fetches 2 MB.
     oldest=$("$python" -c 'from flashmoe_megatron.adapters.deepspeed.versions import OLDEST
 print(*OLDEST, sep=".")')

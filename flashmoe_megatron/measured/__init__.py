@@ -1,1 +1,1 @@
-"""What a machine takes, measured once and kept in files that later trainings read."""
+"""Times of a machine, measured once and kept in files that later trainings read."""

@@ -152,7 +152,7 @@ class Calibration:
         Args:
             config: The layer's shape, on any number of ranks.
             direction: "forward" or "backward".
-            num_tokens: Mean tokens of one rank and launch; within 1 % of what was measured.
+            num_tokens: Mean tokens of one rank and launch; within 1 % of the measured ones.
         """
         for entry in self._entries:
             near = abs(num_tokens - entry.num_tokens) <= TOKEN_TOLERANCE * entry.num_tokens
@@ -211,7 +211,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def _unlike(entry: Entry, wanted: Mapping[str, Any]) -> list[str]:
-    """Lists the fields in which an entry differs from what is wanted."""
+    """Lists the fields of an entry that are not as wanted."""
     return [name for name, want in wanted.items() if getattr(entry, name) != want]
 
 

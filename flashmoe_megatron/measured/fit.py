@@ -1,4 +1,4 @@
-"""The times of exchanges, products and copies on one machine, kept as a file of JSON beside a run.
+"""The times of exchanges, products and copies on one machine, kept as a file of JSON.
 
 Nothing is taken from a file of another machine: it is refused, with both machines' names.
 """
@@ -38,7 +38,7 @@ LEVELS = ("all_to_all_within", "all_to_all_rail")
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine with its ranks, for which alone a fit holds.
+    """A machine with its ranks. A fit holds for no other.
 
     Attributes:
         device: The GPU's name as the driver gives it, or how many cores the processor has.
@@ -97,7 +97,7 @@ class Fit:
         dtype: The dtype of the rows that were multiplied, such as "bfloat16".
         lines: All lines by name.
         samples: The sizes and the times in seconds that each line was fitted to.
-        beside: Slowdowns of products and exchanges, by the exchange's line.
+        ``beside``: Slowdowns of products and exchanges, by the exchange's line.
     """
 
     machine: Machine

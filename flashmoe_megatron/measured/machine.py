@@ -74,7 +74,7 @@ ON_CPU = Sizes(hidden=256, intermediate=256, num_experts=4, rows=2048, num_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the file, the sizes of what is measured, and how rows travel."""
+    """Adds the file, the sizes to measure, and how rows travel."""
     parser.add_argument("file", type=Path, help="what is written")
     add_sizes(
         parser,

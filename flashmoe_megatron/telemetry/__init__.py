@@ -1,4 +1,4 @@
-"""What happens inside the kernel, as records, metrics and their reduction over ranks.
+"""Shows what happens inside the kernel, as records, metrics and their reduction over ranks.
 
 ``record`` is what a launch tells; ``totals`` adds launches up and ``reduce`` ranks; ``registry``
 says what each metric is and ``metrics`` computes them, with the times of ``calibration``;

@@ -17,7 +17,7 @@ Named = tuple[str, dict[str, object], float]
 def compute_metrics(
     totals: Totals, chosen: Iterable[str], calibration: Calibration | None = None
 ) -> dict[str, float]:
-    """Every chosen metric that can be told.
+    """Computes every chosen metric whose ingredients were measured.
 
     Args:
         totals: The totals of one rank, or reduced over ranks.
@@ -135,7 +135,7 @@ def _of_multipath(totals: Totals) -> Iterator[Named]:
 
 
 def _of_links(totals: Totals) -> Iterator[Named]:
-    """Each end's bytes per launch of its own: one may have told of more launches."""
+    """Yields each end's bytes per launch of its own: one end may have reported more launches."""
     counted = totals.counted_launches
     for source, target in itertools.permutations(range(totals.layout.num_ranks), 2):
         if counted[source] and counted[target]:
@@ -145,7 +145,7 @@ def _of_links(totals: Totals) -> Iterator[Named]:
 
 
 def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
-    """Rows of experts per launch of their own rank: another may have told of more launches."""
+    """Yields experts' rows per launch of their rank: another may have reported more launches."""
     everyone: list[float] = []
     expert_imbalance = rank_imbalance = home_imbalance = 0.0
     for layer, place in totals.layout.layers.items():

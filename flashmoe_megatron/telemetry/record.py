@@ -1,4 +1,4 @@
-"""What one launch of the fused layer tells of itself: one typed record per layer and direction."""
+"""The record of one launch of the fused layer: a typed one per layer and direction."""
 
 import enum
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ MOST_OWNERS = 2**15
 
 
 class LaunchNumber(NamedTuple):
-    """What :func:`launch_number` was made of.
+    """The parts of a :func:`launch_number`.
 
     Attributes:
         layer: The layer's number in its model.
         is_evaluation: Whether the launch is evaluation's.
-        owner: Who has launched, 0 for nobody.
+        owner: Who has launched, 0 if unknown.
     """
 
     layer: int
@@ -39,7 +39,7 @@ def launch_number(layer: int, *, is_training: bool, owner: int = 0) -> int:
         is_training: Whether its module is in training mode. All that it does in evaluation mode is
             evaluation, a backward, too: neither tokens nor launches are in a metric.
         owner: Tells layers of one number apart, of several models in this process; less than
-            :data:`MOST_OWNERS`, and 0 for nobody's.
+            :data:`MOST_OWNERS`, and 0 for none.
     """
     number = layer + MOST_LAYERS * owner
     return number if is_training else ~number
@@ -52,9 +52,9 @@ def read_launch_number(number: int) -> LaunchNumber:
 
 
 class Phase(enum.Enum):
-    """Where the time of a CTA goes.
+    """The parts of a CTA's time.
 
-    A CTA has several roles that run beside each other. The processors' phases follow one another
+    A CTA has several roles that run concurrently. The processors' phases follow one another
     and add up to the launch's time: ``HEAD``, then ``STAGE_WAIT``, ``GEMM`` and ``EPILOGUE`` for
     every tile, then ``TAIL``, which is what is left. ``ROWS_WAIT`` and ``ACT_WAIT`` are the
     loader's; ``DISPATCH``, ``DELIVER`` and ``REDUCE`` the communication roles'; both run at the
@@ -62,7 +62,7 @@ class Phase(enum.Enum):
     """
 
     HEAD = "head"
-    """What a CTA begins with: the plan, if the launch makes it, with the wait for the routes of all
+    """The begin of a CTA: the plan, if the launch makes it, with the wait for the routes of all
     ranks; and in the kernel copying those rows of the first tiles that are this rank's own."""
     ROWS_WAIT = "rows_wait"
     """The loader waits for token rows."""
@@ -73,21 +73,21 @@ class Phase(enum.Enum):
     GEMM = "gemm"
     """The processors run the main loops of both projections, and of the weight gradients."""
     EPILOGUE = "epilogue"
-    """What the processors lose to what becomes of a tile: in the kernel the wait for the finisher
-    that takes it, in the reference the activation itself."""
+    """The processors lose this time after a tile: in the kernel to the wait for the finisher that
+    takes it, in the reference to the activation itself."""
     DISPATCH = "dispatch"
     """The communication role fetches token rows from peers."""
     DELIVER = "deliver"
     """The communication role sums a token's rows and sends one to the token's rank, or where all
     rows are there writes its result."""
     REDUCE = "reduce"
-    """The communication role sums the shares of all ranks, for tokens of which others have any."""
+    """The communication role sums the shares of all ranks, for tokens with shares on others."""
     TAIL = "tail"
     """From the last tile of a CTA until the launch ends, also where the CTA has left before."""
 
 
 class ReplicaRecord(NamedTuple):
-    """What one rank computed of other ranks' experts in one launch.
+    """Other ranks' experts that one rank computed in one launch.
 
     Attributes:
         rows: The experts in its spare slots and how many rows each had here.
@@ -118,9 +118,9 @@ class LaunchRecord:
         rows_pulled: Rows of ``hidden`` elements fetched from the tokens of each rank of the group,
             for the rows that this rank's experts received. The own entry counts those read from
             this rank's own memory, which cross no link; without it, how often a row was shared
-            among a token's experts cannot be told. Empty where it is not known.
+            among a token's experts is unknown. Empty where it is not known.
         results_pushed: Rows of ``hidden`` elements returned to each rank, the own entry as above,
-            with those that are written straight to the output.
+            with rows that are written straight to the output.
         phase_ns: Nanoseconds in each phase, the mean over CTAs; a phase that was not measured is
             absent.
         is_evaluation: Whether the caller marked that number, by :func:`launch_number`.

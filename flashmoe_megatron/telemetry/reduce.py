@@ -48,7 +48,7 @@ def agree_calibration(
 ) -> Calibration | None:
     """Gives every rank the calibration that some have. Collective over the group; ranks wait, once.
 
-    A rank reads the file for its own layers, and the one that writes may have none.
+    A rank reads the file for its own layers, and the rank that writes metrics may have none.
 
     Args:
         calibration: This rank's; all are of one file.
@@ -61,7 +61,7 @@ def agree_calibration(
 
 
 class Reduction:
-    """The sum over ranks of what each had at one moment, under way.
+    """A sum over ranks of each one's totals at one moment, under way.
 
     Starting one is collective over the group; reading it is not, and any rank may leave it unread.
     Neither waits for a device.
@@ -95,7 +95,7 @@ class Reduction:
             self._host = reduced
 
     def is_done(self) -> bool:
-        """Whether :meth:`result` would return at once."""
+        """Tells whether :meth:`result` would return at once."""
         if self._copied is not None:
             return bool(self._copied.query())  # type: ignore[no-untyped-call]
         return all(work.is_completed() for work in self._works)
@@ -121,7 +121,7 @@ class Reduction:
         return vector.pin_memory().to(device, non_blocking=True)
 
     def _read_back(self, reduced: list[torch.Tensor], device: torch.device) -> None:
-        """Copies to the host behind the collective, on a stream of its own."""
+        """Copies to the host after the collective, on a stream of its own."""
         stream = _stream_for_reading(index_of(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -141,9 +141,9 @@ class Reduction:
 
 @functools.cache
 def _stream_for_reading(index: int) -> torch.cuda.Stream:
-    """A GPU's stream for what the host reads.
+    """Returns a GPU's stream for copies to the host.
 
     There is one for all: torch hands out the same 32 streams in turn, so that with a new one each
-    time what is read would soon stand behind transfers, and these behind it.
+    time these copies would soon wait for transfers, and transfers for them.
     """
     return torch.cuda.Stream(index)  # type: ignore[no-untyped-call]

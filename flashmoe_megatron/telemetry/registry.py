@@ -11,8 +11,8 @@ kernel that takes longer than 0.36 s, as a backward does that waits for a late r
 counters hold no more.
 
 A forward and a backward each leave the record of one launch. What else they may launch leaves none:
-a plan of its own, where training has no ``row_bound``; with ``keep`` "preactivations" the one that
-fetches tokens again for a backward; and what sums the gradients of biases.
+a plan of its own, where training has no ``row_bound``; with ``keep`` "preactivations" the launch
+that fetches tokens again for a backward; and the sum of the gradients of biases.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ Reduction = Literal["sum", "mean", "ratio of sums", "max", "min"]
 
 @dataclass(frozen=True)
 class Metric:
-    """What one name stands for.
+    """The meaning of one name.
 
     Attributes:
         name: What a user chooses it by.
-        key: What loggers show, without the prefix; one key for every value of what is in braces.
+        key: Its name in loggers, without the prefix; one key for every value of a word in braces.
         unit: The value's unit; "1" for ratios and shares.
         better: Which way is better.
         reduction: How the figures of launches and ranks become one.
@@ -459,7 +459,7 @@ def find_metric(name: str) -> Metric:
     """A metric by its name.
 
     Raises:
-        ConfigError: There is none; names one that is like it.
+        ConfigError: There is none; names a similar one.
     """
     if name not in METRICS:
         raise ConfigError(
@@ -473,8 +473,8 @@ def choose_metrics(choice: str) -> frozenset[str]:
     """Reads what a user chose.
 
     Args:
-        choice: "default" (all but details), "all", "none", or names with commas between them, of
-            which one may be "default".
+        choice: "default" (all but details), "all", "none", or names with commas between them; one
+            of them may be "default".
 
     Returns:
         Names of metrics.
@@ -496,7 +496,7 @@ def choose_metrics(choice: str) -> frozenset[str]:
 
 
 def key_of(name: str, **values: object) -> str:
-    """What loggers show for a metric.
+    """Returns the name of a metric in loggers.
 
     Args:
         name: The metric's name.

@@ -87,7 +87,7 @@ class Reporter:
 
         Args:
             step: Its number.
-            now: The step at which loggers are told of earlier ones, by default this one; has not
+            now: The step that loggers receive with earlier ones, by default this one; has not
                 gone back since the last call.
             is_last: No further step comes: waits for this step's report, and writes it.
         """
@@ -105,7 +105,7 @@ class Reporter:
             self._write(step, wait=True)
 
     def write_arrived(self, now: int) -> None:
-        """Writes reports whose reductions are done, between steps or behind the last one.
+        """Writes reports whose reductions are done, between steps or after the last one.
 
         Args:
             now: As for :meth:`step`.

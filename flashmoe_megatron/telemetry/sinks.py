@@ -13,7 +13,7 @@ from flashmoe_megatron.telemetry.registry import PREFIX
 logger = logging.getLogger("flashmoe_megatron")
 
 STEP_KEY = f"{PREFIX}step"
-"""The step that values are of, in loggers that take the step at which they are told."""
+"""The key of the values' own step, in loggers whose step is that of the call."""
 
 
 class Sink(Protocol):
@@ -33,8 +33,8 @@ class Sink(Protocol):
 class JsonLines:
     """One line of JSON for every report, in a file that grows.
 
-    A line is complete once it is written, so a run that dies keeps all but the last report; one
-    that resumes goes on in the same file, on a line of its own.
+    A line is complete once it is written, so a run that dies keeps all but the last report; a
+    run that resumes goes on in the same file, on a line of its own.
 
     Args:
         path: Where the file is; its folder is made.

@@ -44,7 +44,7 @@ class LayerPlace:
         return self.config.hidden * self.element_bytes
 
     def padded_bytes(self, num_tokens: int, *, tile: int = 1) -> int:
-        """What this rank would have sent in one launch if it padded to capacity.
+        """Returns the bytes that this rank would have sent in one launch if it padded to capacity.
 
         Args:
             num_tokens: This rank's tokens.
@@ -182,7 +182,7 @@ Slot = tuple[int, Direction]
 
 
 class Layout:
-    """What all ranks agree to exchange: which layers there are, and how large they are.
+    """The layers that all ranks agree to report, with their sizes.
 
     Args:
         layers: Every layer of any rank by its number, the same on every rank.
@@ -204,7 +204,7 @@ class Layout:
 
 
 class Totals:
-    """What one rank, or all of them, did since the last report.
+    """The sums of one rank, or of all, since the last report.
 
     Args:
         layout: Agreed by all ranks.
@@ -218,17 +218,17 @@ class Totals:
         expert_rows: Rows of every expert of each layer's group, by layer, wherever it is computed.
         rank_rows: Rows that each rank of each layer's group has computed, by layer.
         routes: Routes of each rank's tokens in forwards, where they are counted, by layer.
-        local_routes: Those that have stayed on the rank.
+        local_routes: The routes of these that have stayed on the rank.
         replicas: Replicas that each rank has computed, by layer and direction.
         replica_launches: Launches of each that had spare slots.
         replica_bytes: Bytes that replicas have brought to a rank in them.
         counted_launches: Launches of each rank of an expert-parallel group whose traffic is known.
         bytes_pulled: ``[source][target]``, bytes between such ranks that the target counted.
         bytes_pushed: The same, that the source counted.
-        tokens: Tokens that training has put through each layer, without recomputation; told by
-            the host, because a backend keeps its last launches alone.
+        tokens: Tokens that training has put through each layer, without recomputation;
+            counted by the host, because a backend keeps its last launches alone.
         routes_chosen: Routes that routers chose, where the framework tells.
-        routes_kept: Those that were not dropped.
+        routes_kept: The routes that were not dropped.
         seconds: The host's time that all this took; the longest of any rank.
         crossing_calls: Forwards and backwards of layers over hosts, where the framework tells.
         crossed_rows: Rows that they sent to other hosts.

@@ -3,10 +3,10 @@
     python -m tools.bench.all_figures --out runs/figures --minutes 9
 
 A step is a measuring tool in processes of its own. One is begun only if the time that it takes at
-most is left, and never twice in one folder: run again, it goes on with what is missing. ``--list``
+most is left, and never twice in one folder: run again, it goes on with the missing ones. ``--list``
 prints the steps and runs none. Each step has a folder with its results and what it printed
 (``log.txt``). The folder is called ``STEP.part`` until the step is done; the next attempt begins it
-anew, but for the sweep, which goes on where it stopped.
+again, except for the sweep, which goes on where it stopped.
 """
 
 import shutil

@@ -1,17 +1,17 @@
-"""Times the scheduled layer at several degrees, beside the degree that a fit gives.
+"""Times the scheduled layer at several degrees, and compares them with the degree of a fit.
 
     torchrun --nproc-per-node 4 -m flashmoe_megatron.schedule fit fit.json
     torchrun --nproc-per-node 4 -m flashmoe_megatron.schedule fit copies.json --exchange copies
     torchrun --nproc-per-node 4 -m tools.bench.bench_degrees fit.json copies.json
 
 For every shape, in one run, are timed by each fit's exchange: forwards at each degree, then
-forwards and backwards whose backward has each degree and whose forward has the fit's; one part by
-the faster exchange is what the fit's choice is compared with. Beside them are timed the kernel, the
-unfused baseline of ``unfused.py``, and Megatron-Core's own layer of ``megatron_layer.py`` with its
+forwards and backwards whose backward has each degree and whose forward has the fit's; the fit's
+choice is compared with one part by the faster exchange. The same run times the kernel, the unfused
+baseline of ``unfused.py``, and Megatron-Core's own layer of ``megatron_layer.py`` with its
 ``alltoall`` dispatcher, which is left out with a line where it is not installed. Each has to pass
 the correctness gate of ``bench_layer`` first, the scheduled layer at the fit's degrees. Times are
-medians over iterations of the slowest rank, each from an idle GPU. At the end stands at how many
-shapes the fit's degree is the fastest one or a neighbour of it among those measured.
+medians over iterations of the slowest rank, each from an idle GPU. The last lines say at how many
+shapes the fit's degree is the fastest one or a neighbour of it among the measured ones.
 
 ``--allow-cpu`` runs over gloo where there is no GPU, without the kernel: to try, not to tell.
 """
@@ -51,11 +51,11 @@ BESIDE: dict[str, Callable[[Problem], Layer]] = {
     "unfused": partial(UnfusedLayer, use_main_grad=False),
     "megatron": MegatronLayer,
 }
-"""What can be measured beside the scheduled layer, by name."""
+"""Other layers that can be timed in the same run, by name."""
 
 
 def near(predicted: int, ms: dict[int, float]) -> bool:
-    """Whether a degree is the fastest one, or the next one below or above it."""
+    """Tells whether a degree is the fastest one, or the next one below or above it."""
     ordered = sorted(ms)
     fastest = min(ordered, key=lambda degree: ms[degree])
     return abs(ordered.index(predicted) - ordered.index(fastest)) <= 1
@@ -66,7 +66,7 @@ def measure_beside(
 ) -> dict[str, list[float]]:
     """Milliseconds of others' forwards, and forwards and backwards. Collective as above.
 
-    Those that are not installed are taken out of ``names``.
+    Layers that are not installed are removed from ``names``.
     """
     found = {}
     for other in list(names):
@@ -84,7 +84,7 @@ def measure_beside(
 
 @dataclass(frozen=True)
 class Degrees:
-    """What the scheduled layer takes by one exchange; forwards, then forwards and backwards.
+    """Times of the scheduled layer by one exchange: forwards, then forwards and backwards.
 
     Attributes:
         exchange: How rows travel.

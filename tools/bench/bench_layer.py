@@ -1,4 +1,4 @@
-"""Times one layer, forward and forward plus backward, beside its baselines and its floors.
+"""Times one layer, forward and forward plus backward, together with its baselines and floors.
 
 On all GPUs of a host, from the checkout (nothing needs to be installed but torch):
 
@@ -11,9 +11,9 @@ or on one GPU, with the share of the experts that it would have among 4:
 For every shape, in one run, are timed: the fused kernel through autograd, as a model calls it;
 the unfused baseline over NCCL (``unfused.py``); and its experts alone, without communication. Layer
 and baseline have to pass the correctness gate first (every result within 6e-3 of float32, by
-relative L2 over all ranks), and so has each way to route; one that does not ends the run. Times are
-medians over iterations of the slowest rank, each from an idle GPU. They vary between machines and
-days; the ratios of one run are what counts.
+relative L2 over all ranks), and so has each way to route; a way that does not pass ends the run.
+Times are medians over iterations of the slowest rank, each from an idle GPU. They vary between
+machines and days; the ratios of one run are what counts.
 
 Floors: FLOPs at the rate of a large cuBLAS product of the same run, and the bytes that have to
 leave a GPU at least (each token once per other rank, there and back) at the rate of a peer copy of
@@ -23,7 +23,7 @@ Weight gradients are ordinary bfloat16 tensors for both, or with ``--grads main_
 float32 buffers by both (by the fused kernel itself; by an addition after the baseline's backward).
 In float16 there is no baseline, since torch's grouped products take bfloat16 alone: ``--dtypes bf16
 fp16`` measures both, one after the other. ``--router`` also times the layer with the router in its
-launch and behind a router of torch's operators, and ``--early`` when fc2's gradients are complete.
+launch and after a router of torch's operators, and ``--early`` when fc2's gradients are complete.
 
 ``--allow-cpu`` measures the reference backend over gloo where there is no GPU: to try, not to tell.
 """
@@ -79,7 +79,7 @@ def router_weight_for(problem: Problem) -> torch.Tensor:
 def routed_calls(
     problem: Problem, backend: Backend, weight: torch.Tensor
 ) -> dict[str, Callable[[], RouterOutput]]:
-    """The layer with the router in its launch, and behind torch's in float32 as Megatron's."""
+    """The layer with its launch's router, and after torch's router in float32 as Megatron's."""
     config, x = problem.config, problem.x
 
     def in_torch() -> RouterOutput:
@@ -377,7 +377,7 @@ def main(arguments: list[str]) -> int:
     log(f"{num_ranks} x {device}, torch {machine['torch']}, {machine['commit']}")
     log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
     for name, whole in options.shapes.items():
-        # One after the other: who reads the record has what was measured before one that cannot be.
+        # One after the other: the record keeps what was measured before a shape that fails.
         (shape,) = shares_of({name: whole}, options.one_of, num_ranks).values()
         cases = product(options.dtypes, options.zipf, options.locality, options.spare_slots)
         for dtype, zipf, locality, slots in cases:

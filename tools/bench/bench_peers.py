@@ -1,18 +1,19 @@
-"""Times our layer beside other libraries' on one GPU, in turns, over many shapes.
+"""Times our layer and other libraries' alternately on one GPU, over many shapes.
 
     python -m tools.bench.bench_peers --out runs/peers.jsonl --minutes 8
     python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers
 
 All layers of a shape get the same tokens, weights and routing, and take turns: clocks and
 temperature are the same for all. Calls of a turn follow one another without a pause; the times of
-all turns are recorded. Beside them are: what a forward keeps for its backward, errors of samples of
-all results against float64, and whether a second call gives the same bits. A library that is not
-installed is left out, with a line that says so; one that fails at a shape is recorded as failed.
+all turns are recorded. The record also has the memory that a forward keeps for its backward, errors
+of samples of all results against float64, and whether a second call gives the same bits. A library
+that is not installed is left out, with a line that says so; a library that fails at a shape is
+recorded as failed.
 
-Every shape is written as soon as it is measured, and one that is in the file already, of the same
-sizes and settings, is passed over: a call that ends after ``--minutes`` is continued by the next.
-What libraries compile can be
-made ready by several processes at once, since it does not depend on the number of tokens:
+Every shape is written as soon as it is measured, and a shape that is in the file already, with the
+same sizes and settings, is passed over: a call that ends after ``--minutes`` is continued by the
+next. Several processes at once can make ready what libraries compile, since that does not depend on
+the number of tokens:
 ``--tokens 512 --turns 1`` without ``--out``, one shape and peer each.
 """
 
@@ -43,7 +44,7 @@ PASSES = ("forward", "forward_and_backward")
 EXAMINED = ("errors", "repeats", "kept_bytes")
 MOST_LAUNCHES = 20
 SETTINGS = ("peers", "graphed", "turns", "turn_ms", "row_bound", "sonicmoe_tiles")
-"""What a row tells of how it was measured; rows that differ in it are not comparable."""
+"""The settings of a measurement; rows that differ in them are not comparable."""
 
 
 def _named(names: str) -> dict[str, Shape]:
@@ -124,7 +125,7 @@ def forward_and_backward(
 
 
 def examined(problem: Problem, layer: Layer, want: list[torch.Tensor]) -> dict[str, Any]:
-    """What there is to say of a layer beside its times; these calls also compile it."""
+    """Examines a layer apart from its times; these calls also compile it."""
     first, again = (forward_and_backward(problem, layer) for _ in range(2))
     pairs = zip((first[0], *first[1]), (again[0], *again[1]), strict=True)
     repeats = all(torch.equal(one, other) for one, other in pairs)
@@ -152,7 +153,7 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
         try:
             layers[name] = PEERS[name](problem)
             found[name] = examined(problem, layers[name], want)
-            without_grad(layers[name].forward)()  # may be compiled anew
+            without_grad(layers[name].forward)()  # may be compiled again
         except ImportError as error:
             names.remove(name)
             log(f"{name} is left out: {error}")

@@ -1,4 +1,4 @@
-"""Serves all measurements: how they are timed, and what is recorded beside a number.
+"""Serves all measurements: how they are timed, and what is recorded with a number.
 
 ``python -m tools.bench.common`` prints the machine as JSON.
 """
@@ -39,7 +39,7 @@ def commit_of_checkout() -> str:
 
 
 def has_gpu() -> bool:
-    """Whether anything can be measured here; says so if not."""
+    """Tells whether anything can be measured here; prints a line if not."""
     if torch.cuda.is_available():
         return True
     print("no CUDA GPU is usable here: nothing can be measured", file=sys.stderr)
@@ -120,7 +120,7 @@ def wait_for_all() -> None:
 class Timer:
     """Times calls on all ranks of the default group, or on one GPU (or processor) without a group.
 
-    Each iteration starts from an idle GPU and, with several ranks, behind a barrier, so that launch
+    Each iteration starts from an idle GPU and, with several ranks, after a barrier, so that launch
     and synchronization gaps count, as they do for a user. An iteration's time is the slowest
     rank's.
 
@@ -279,7 +279,7 @@ def need_torchrun() -> None:
 
 
 def use_library(path: Path) -> None:
-    """Has the package use another build of its library; one that has been loaded stays loaded."""
+    """Makes the package use another build of its library; a loaded build stays loaded."""
     os.environ[bindings.LIBRARY_VARIABLE] = str(path)
     bindings.load.cache_clear()
     bindings.function.cache_clear()

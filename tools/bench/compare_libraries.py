@@ -1,4 +1,4 @@
-"""Times builds of the library, or with and without counters, in turns, on one GPU.
+"""Times builds of the library, or with and without counters, alternately on one GPU.
 
     python -m tools.bench.compare_libraries before.so now.so --out results.jsonl
     python -m tools.bench.compare_libraries --uncounted --out results.jsonl
@@ -9,7 +9,7 @@ A change of some tenths of a per cent is less than what two hosts differ by, or 
 to minute. So every library has a process of its own, all of them at once on one GPU, which take
 turns of some launches each: clocks and temperature are the same for all. Each has to pass the
 correctness gate of ``bench_layer`` at a shape first, with random values. Launches of a turn follow
-one another without a pause, forward and backward each behind its own warm-up. With values of zero
+one another without a pause, forward and backward each after its own warm-up. With values of zero
 the GPU stays below its power limit, and times repeat within one per cent; random values show what
 training sees.
 """

@@ -76,11 +76,11 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
 def routed_errors(
     problem: Problem, router_weight: torch.Tensor, got: RouterOutput
 ) -> dict[str, float]:
-    """Relative L2 errors of a forward behind a router. Collective as :func:`relative_errors`.
+    """Relative L2 errors of a forward after a router. Collective as :func:`relative_errors`.
 
     The reference's router is a product in float32 with a softmax over the chosen logits. Sums in
     another order may exchange experts of equal logits, so a choice is judged by the probabilities
-    of what is chosen, and all that follows by the choice that was made.
+    of the chosen experts, and everything after it by the choice that was made.
 
     Args:
         problem: Tokens and experts; its own routing does not matter.
@@ -144,7 +144,7 @@ def _own_share(problem: Problem, total: torch.Tensor) -> torch.Tensor:
 
 
 def _no_errors(device: torch.device) -> torch.Tensor:
-    """Squares of errors and of what is wanted, which :func:`_add_errors` adds to."""
+    """Squares of errors and of wanted values; :func:`_add_errors` adds to both."""
     return torch.zeros(2, dtype=torch.float64, device=device)
 
 

@@ -23,12 +23,12 @@ class Routed(torch.nn.Module):
         self.problem = problem
 
     def forward(self, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and the map of what is chosen, each ``[tokens, num_experts]``."""
+        """Returns probabilities and the map of choices, each ``[tokens, num_experts]``."""
         return self.problem.probs, self.problem.routing_map
 
 
 def moe_submodules(num_experts: int, *, use_te: bool) -> Any:
-    """What Megatron makes a MoE layer of; with Transformer Engine its experts are grouped."""
+    """Returns Megatron's parts of a MoE layer; with Transformer Engine its experts are grouped."""
     from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
 
     mlp: Any = get_mlp_module_spec(use_te=use_te, num_experts=num_experts, moe_grouped_gemm=use_te)

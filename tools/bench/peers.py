@@ -2,7 +2,7 @@
 
 An adapter takes a problem whose experts are one stack each, and gives the layer as its library
 offers it: for training, with the routing that all of them get, and gradients of weights as tensors
-of their own. It imports its library when it is called; one that is not installed is an ImportError.
+of their own. It imports its library when it is called; a missing library is an ImportError.
 The comments say which versions an adapter was written for.
 """
 
@@ -79,8 +79,8 @@ def _torch(problem: Problem) -> Layer:
 
 
 SONICMOE_TILES = {"256x128": False, "256x192": False, "128x256": False, "128x192": True}
-"""Tiles of which QuACK takes the fastest for each product, and whether two warpgroups take turns
-with them; it would try 44 variants."""
+"""The tiles that QuACK tries for each product, and whether two warpgroups alternate with them; it
+would try 44 variants."""
 
 
 def _sonicmoe(problem: Problem) -> Layer:

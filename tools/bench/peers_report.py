@@ -1,4 +1,4 @@
-"""Makes tables and a figure of what ``bench_peers`` has recorded: all shapes, lost ones too.
+"""Makes tables and a figure of a record of ``bench_peers``: all shapes, lost ones too.
 
     python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers
 
@@ -52,7 +52,7 @@ def _kinds(rows: list[Row]) -> str:
 
 
 def values(row: Row, what: str) -> dict[str, float]:
-    """Milliseconds of a pass, or megabytes that are kept, by layer; not of those that failed."""
+    """Milliseconds of a pass, or megabytes that are kept, by layer; without failed ones."""
     found = {name: layer.get(what) for name, layer in row["layers"].items()}
     if what in PASSES:
         return {name: statistics.median(times) for name, times in found.items() if times}
@@ -60,7 +60,7 @@ def values(row: Row, what: str) -> dict[str, float]:
 
 
 def described(row: Row) -> str:
-    """A shape's sizes, behind its name if it has one."""
+    """A shape's name, if it has one, and its sizes."""
     keys = ("tokens", "hidden", "intermediate", "num_experts", "topk")
     numbers = ", ".join(str(row["sizes"][key]) for key in keys)
     return numbers if row["shape"][0].isdigit() else f"{row['shape']} ({numbers})"

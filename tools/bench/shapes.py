@@ -185,7 +185,7 @@ class Problem:
 
     @torch.no_grad()
     def zero_values(self) -> None:
-        """Makes all but the routing zeros, with which a GPU stays below its power limit.
+        """Makes all but the routing zeros, so that a GPU stays below its power limit.
 
         Sums of gradients in ``main_grad`` are among it.
         """

@@ -45,7 +45,7 @@ def turn_ms(call: Callable[[], object], times: int) -> float:
 
 
 def in_turns(takers: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """What each taker gives in every turn, one after the other: clocks are the same for all."""
+    """Calls all takers alternately and returns their results, so that all have the same clocks."""
     taken: dict[str, list[T]] = {name: [] for name in takers}
     for turn in range(-2, turns):  # the first ones warm up
         for name, take in takers.items():

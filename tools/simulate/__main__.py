@@ -80,7 +80,7 @@ def run_fit(options: argparse.Namespace) -> int:
 
 
 def load_fitted() -> tuple[Figures, Fitted]:
-    """The figures with what was fitted last.
+    """Returns the figures and the last fit.
 
     Raises:
         FigureError: Nothing has been fitted.

@@ -49,10 +49,10 @@ class Fitted:
 
     Attributes:
         product_efficiency: Rate of the kernel's products relative to cuBLAS.
-        tile_us: What a tile costs beside its products.
+        tile_us: What a tile costs besides its products.
         derivative_us: What each tile adds that the backward's first epilogue reads or writes.
         wgrad_efficiency: Rate of the weight gradients' products relative to cuBLAS.
-        wgrad_tile_us: What a tile of a weight gradient costs beside its products.
+        wgrad_tile_us: What a tile of a weight gradient costs besides its products.
         link_efficiency: Rate of dispatch and combine relative to a peer copy.
         forward_us, backward_us: What a launch costs once: plan, first rows, last sums.
         forward_slowing, backward_slowing: What part of their rate products lose that go on for

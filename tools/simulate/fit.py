@@ -33,7 +33,7 @@ apart stays where it is."""
 
 @dataclass(frozen=True)
 class Comparison:
-    """One measured time beside the simulated one."""
+    """One measured time and the simulated one."""
 
     point: Measurement
     simulated_ms: float

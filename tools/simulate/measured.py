@@ -1,4 +1,4 @@
-"""Measured times, from what ``tools.bench.bench_layer`` writes, by itself or for a sweep."""
+"""Measured times from records of ``tools.bench.bench_layer``, by itself or for a sweep."""
 
 import json
 from dataclasses import dataclass, fields
@@ -13,8 +13,8 @@ FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
 widths. It is judged by all other shapes."""
 
 OF_LAUNCHES = ("forward kernel", "backward kernel")
-"""What bench_layer calls the times that launches record, which are what is simulated: other times
-have the host's calls in them."""
+"""The names that bench_layer gives to times that launches record. These are simulated, since other
+times have the host's calls in them."""
 
 
 class PointError(Exception):
@@ -47,7 +47,7 @@ class Measurement:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the model may see it before it is judged."""
+        """Tells whether the model may see it before it is judged."""
         return self.name in FITTED_SHAPES or self.shape in (SHAPES[name] for name in FITTED_SHAPES)
 
     @property

@@ -15,7 +15,7 @@ CLUSTER = 2
 STAGE_FLOPS = 2 * BLOCK_M * BLOCK_N * BLOCK_K
 MAIN_GRAD_BYTES = 8  # a float32 is read and written
 SLOWED_BY_HALF_MS = 1.0
-"""Time of products after which half of what the power limit costs them is lost."""
+"""Products lose half of their loss to the power limit in so much time."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ FINISHERS_STAGES = 48
 
 
 def group_and_lag(products: Products, num_clusters: int) -> tuple[int, int]:
-    """Units of a step of the order, and by how many steps GEMM1 is behind GEMM0."""
+    """Units of a step of the order, and how many steps later than GEMM0 comes GEMM1."""
     group = max(8, _tiles(num_clusters, products.num_n[0]))
     stages_between = group * products.num_n[1] * products.num_k[1] // num_clusters
     return group, 2 if stages_between < FINISHERS_STAGES else 1
@@ -107,7 +107,7 @@ def tickets(
         units: A rank's units.
         num_n: Tiles along N of both products.
         group: Units that the order advances by.
-        lag: Steps by which GEMM1 is behind.
+        lag: How many steps later GEMM1 comes.
 
     Yields:
         The product, the unit, the tiles along N that the ticket stands for, and whether the group
@@ -239,7 +239,7 @@ def simulate(
 
 
 class _Links:
-    """One rank's way in: NVLink and, beside it, its NIC; both in order of arrival."""
+    """One rank's way in: NVLink and, concurrently, its NIC; both in order of arrival."""
 
     def __init__(
         self, load: Load, figures: Figures, fitted: Fitted, row_bytes: int, begin_us: float
@@ -269,7 +269,7 @@ class _Links:
 
     @property
     def busiest(self) -> float:
-        """Microseconds for which the busier kind of link was in use."""
+        """Microseconds that the busier kind of link was in use."""
         return max(self._used.values())
 
 
@@ -298,7 +298,7 @@ def _stage_us(figures: Figures, efficiency: float) -> float:
 
 
 def _derivative_parts(shape: Shape) -> int:
-    """Tiles that GEMM0's epilogue reads and writes in the backward beside one product's.
+    """Tiles that GEMM0's epilogue reads and writes in the backward besides one product's.
 
     It reads what the forward kept before the activation, and writes the activation once more (for
     the gradient of fc2) and the gradient before it, the latter two of gated experts twice.

@@ -1,10 +1,10 @@
-"""Weak scaling beyond one host: predictions, as a table and as figures with what was measured.
+"""Weak scaling beyond one host: predictions, as a table and as figures with measured times.
 
 A launch serves up to 8 GPUs of one NVLink domain. What is predicted for more is one launch over
 links that it does not use: rows of other domains come over one NIC per GPU at its full rate,
-without congestion, so that times are what the network must allow, not what one will. What a layer
-over hosts takes as it is computed is in :mod:`tools.simulate.hosts`. The maximal incast volume
-beside them tells how much a NIC has to take at once.
+without congestion, so that times are what the network must allow, not what one will. The page of
+``flashmoe_megatron/hosts`` has the times of a layer over hosts as it is computed. The table also
+has the maximal incast volume: how much a NIC has to take at once.
 """
 
 import itertools

@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 4 -m tools.timeline capture --shape paper-8k --out runs/timeline
 
 records a forward and a backward with the library that stamps the time, one ``.npz`` each, in a
-folder without an earlier capture and behind the correctness gate of ``bench_layer``; and then, on
+folder without an earlier capture and after the correctness gate of ``bench_layer``; and then, on
 any machine,
 
     python -m tools.timeline draw runs/timeline/forward.npz
 
-writes beside it a picture (PNG and SVG: what the tensor cores and the links do over time, all ranks
+writes next to it a picture (PNG and SVG: the work of tensor cores and links over time, all ranks
 above each other, and a few SMs role by role) and ``forward.trace.json.gz`` for Perfetto
 (https://ui.perfetto.dev) or chrome://tracing, with a track per SM and role.
 

@@ -12,7 +12,7 @@ from tools.timeline.records import LaunchTrace
 from tools.timeline.states import ACTORS, Kinds, State, actors_of_warps
 
 SHORTEST_US = 0.2
-"""Shorter waits are left out, of which there are very many."""
+"""Shorter waits are left out, since there are very many."""
 TRACKS_PER_SM = 16  # more than a CTA has warps
 WARPS_OF_WARPGROUP = 4
 
@@ -20,8 +20,8 @@ WARPS_OF_WARPGROUP = 4
 def write_chrome_trace(launch: LaunchTrace, path: Path, shortest_us: float = SHORTEST_US) -> int:
     """Writes the events of one warp of every role and SM.
 
-    The warps of a warpgroup do the same at the same time, so one stands for each; of those that
-    have no other part, one combines for all. Slices of one track lie inside each other, never
+    The warps of a warpgroup do the same at the same time, so one stands for each; of warps
+    without another part, one combines for all. Slices of one track lie inside each other, never
     across.
 
     Args:

@@ -80,7 +80,7 @@ def tensor_share(painted: Painted) -> NDArray[np.float64]:
 def communication_shares(painted: Painted) -> dict[State, NDArray[np.float64]]:
     """Shares of CTAs that move rows, by how they do.
 
-    A CTA moves rows while at least one of its warps does; one that does so in several ways counts
+    A CTA moves rows while at least one of its warps does; a CTA that does so in several ways counts
     for each with an equal part, so that all shares together are that of CTAs that move any.
     """
     number, of_cta = np.unique([cta for cta, _, _ in painted.warps], return_inverse=True)

@@ -1,7 +1,7 @@
 """Traced launches as data: from the kernel's buffer to arrays, and to a file and back.
 
 The buffer is what ``csrc/flashmoe/ptx/trace.cuh`` declares: for every warp of every CTA a header
-and a fixed number of events, of which the first ``count`` are valid. Files keep the valid ones
+and a fixed number of events, whose first ``count`` are valid. Files keep the valid ones
 alone, relative to their warp's first stamp, and the names of the roles that the kernel was built
 with.
 """
@@ -88,7 +88,7 @@ def enumerators(text: str, enumeration: str) -> list[str]:
 
 
 def kinds_of_sources(header: Path = KINDS_HEADER) -> dict[int, str]:
-    """Names of the events' kinds: the kernel's waits, and behind them its spans.
+    """Names of the events' kinds: the kernel's waits, and after them its spans.
 
     Raises:
         TraceError: The sources do not declare them as expected.
@@ -210,7 +210,7 @@ def read_buffer(
 
     Args:
         buffer: uint8, as the launch left it; may be longer.
-        following: The same of the launch that followed, of which only headers are read.
+        following: The same of the launch that followed; only its headers are read.
         layout: How both are laid out.
         num_ctas: CTAs of each launch.
         host_offset_ns: See :class:`RankTrace`.

@@ -74,7 +74,7 @@ class Kinds:
 
 
 def actors_of_warps(events: Events, kinds: Kinds) -> dict[tuple[int, int], str]:
-    """Names each warp's role, found by what it does rather than by its number.
+    """Names each warp's role, as its events show it rather than its number.
 
     All warps copy a launch's first rows, so having dispatched says least.
 
@@ -103,7 +103,7 @@ NOTHING = -1
 
 @dataclass(frozen=True)
 class Painted:
-    """What the warps of a rank do at some moments.
+    """The activity of a rank's warps at some moments.
 
     Attributes:
         warps: CTA, warp and role of every row, ascending.

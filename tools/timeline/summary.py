@@ -22,7 +22,7 @@ class Round:
         begin: Since the launch's first stamp.
         duration: How long the product takes.
         waited: For operands, within the product.
-        gap: From the product's end to the next one's begin; 0 behind a warp's last.
+        gap: From the product's end to the next one's begin; 0 after a warp's last.
         handover: Waited within the gap until a finisher has taken the outputs.
     """
 
@@ -81,7 +81,7 @@ def rounds(events: Events, kinds: Kinds) -> list[Round]:
     gap = np.where(is_followed, np.append(at[1:], 0.0) - end, 0.0)
 
     def waits(name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns, by product, the wait within it and the gap behind it until the next."""
+        """Returns, by product, the wait within it and the gap after it until the next."""
         chosen = np.isin(events.kind, kinds.named(name))
         begin, length = placed[chosen], (events.end - events.begin)[chosen]
         owner = np.searchsorted(at, begin, side="right") - 1

@@ -4,7 +4,7 @@
 
 measures one MoE layer on 1, 2, 4, ... GPUs at equal tokens per GPU, over tokens and over experts,
 with ``tools.bench.bench_layer``: the fused kernel and the unfused baseline in the same run, the
-kernel behind its correctness gate. Every measurement is a line of ``results.jsonl`` at once, every
+kernel after its correctness gate. Every measurement is a line of ``results.jsonl`` at once, every
 point a run of wandb, and at the end the folder holds a report with a figure. A run that ended early
 goes on with ``--resume``, which also tries once more what failed. Arguments that are not listed go
 to ``bench_layer``.

@@ -33,7 +33,7 @@ SIZES = {
 """The paper's sizes, those without a GPU, and what they are."""
 GRADS = ["--grads", "main_grad"]
 REPORTED = {"zipf": [0.0], "locality": [None], "spare_slots": [0], "grads": "main_grad"}
-"""What the report says of every point, by the names of ``bench_layer``'s options."""
+"""The options of ``bench_layer`` that the report assumes of every point."""
 GPU_ARGUMENTS = ["--kernel", "--row-bound", "1.2"]
 CPU_ARGUMENTS = ["--allow-cpu", "--iterations", "5", "--warmup", "1"]
 
@@ -69,7 +69,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         **sizes,
         "bench": bench,
     }
-    # What it cannot read is told at once, and not by every job.
+    # An unreadable option is an error at once, and not of every job.
     shapes = [point.shape for point in points_of(settings)]
     parsed = bench_layer.parse(["--shapes", *shapes, *GRADS, *bench])
     for name, wanted in REPORTED.items():

@@ -13,7 +13,7 @@ TAIL = 1_000_000
 
 
 class UsageError(Exception):
-    """What was asked for cannot be done here."""
+    """Something was asked for that cannot be done here."""
 
 
 class StuckError(Exception):

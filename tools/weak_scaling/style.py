@@ -49,7 +49,7 @@ def legend_below(figure: Figure, ax: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> list[Path]:
-    """Writes ``path`` with .png and .svg behind it, also where its name has a dot.
+    """Writes a picture with .png and .svg added to ``path``, also where its name has a dot.
 
     Returns:
         Both.

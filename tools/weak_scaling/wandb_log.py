@@ -39,7 +39,7 @@ class RunLog:
     def add(
         self, name: str, config: dict[str, Any], metrics: dict[str, Any], *, failed: bool = False
     ) -> None:
-        """Logs one run; never raises for what wandb cannot do, but warns once."""
+        """Logs one run; never raises an error of wandb, but warns once."""
         if self._mode is None:
             return
         try:

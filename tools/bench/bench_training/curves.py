@@ -17,7 +17,7 @@ WINDOW = 10
 """Iterations that the thick lines average over."""
 
 AHEAD = 20
-"""Iterations by which a run may drift sooner than the noise."""
+"""A run may drift so many iterations sooner than the noise."""
 
 
 def band_of_noise(noises: list[float], *, ahead: int = 0) -> list[float]:
@@ -25,7 +25,7 @@ def band_of_noise(noises: list[float], *, ahead: int = 0) -> list[float]:
 
     Args:
         noises: Relative distance of the noise run at each iteration, the largest of several runs'.
-        ahead: Iterations by which a run may drift sooner than these. Runs drift apart
+        ahead: How many iterations sooner than these a run may drift. Runs drift apart
             exponentially, so that one which begins a little further away, because it rounds in
             other places and not only in another order, is as far a few iterations earlier.
 
@@ -57,7 +57,7 @@ def mean_of_last(losses: Sequence[float]) -> float:
 
 
 def within_noise(distances: list[float], noises: list[float], *, ahead: int = 0) -> list[bool]:
-    """Whether each iteration's distance is explained by rounding, see :func:`band_of_noise`."""
+    """Tells for each iteration if rounding explains its distance, see :func:`band_of_noise`."""
     band = band_of_noise(noises, ahead=ahead)
     return [distance <= bound for distance, bound in zip(distances, band, strict=True)]
 

@@ -166,7 +166,7 @@ def native_layer(setup: Setup) -> MoE:
 
 
 class Attention(nn.Module):
-    """Causal attention behind a norm."""
+    """A norm and then causal attention."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sets Megatron's training logs beside each other: losses, iteration times, and a bound of noise.
+"""Compares Megatron's training logs: losses, iteration times, and a bound of noise.
 
     python -m tools.bench.bench_training logs flashmoe.log alltoall.log --noise alltoall_again.log
 
@@ -7,10 +7,10 @@ The noise run differs from the second log only in an order of rounding (for inst
 iteration: the relative distance of the two losses is at most one unit of bfloat16 (2^-8), or twice
 the largest distance that the noise run has shown up to there, since training amplifies both alike.
 
-The second log, alltoall's, is the reference: all of its iterations are judged. One that ours lacks,
-or has with a loss that is missing or not finite, is outside; the noise run's only adds nothing to
-the bound. A reference may end early: iterations that it lacks are not judged, but counted. Prints a
-markdown table; the exit status is 1 if any iteration is outside.
+The second log, alltoall's, is the reference: all of its iterations are judged. An iteration that
+ours lacks, or has with a loss that is missing or not finite, is outside; such an iteration of the
+noise run only adds nothing to the bound. A reference may end early: iterations that it lacks are
+not judged, but counted. Prints a markdown table; the exit status is 1 if any iteration is outside.
 """
 
 import math

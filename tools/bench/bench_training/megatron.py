@@ -48,7 +48,7 @@ MODEL = (
     "--micro-batch-size 8 --num-microbatches 1 --lr 1e-3 --data-megabytes 16 "
     "--output runs/bench_training"
 )
-"""Arguments of the example, before those that are given."""
+"""Arguments of the example; given ones come after them and win."""
 
 
 class RanksMoved:

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Run:
-    """What one kind of experts did.
+    """The training of one kind of experts.
 
     Attributes:
         run: The kind's name.

@@ -16,7 +16,7 @@ from flashmoe_megatron.errors import ConfigError, ShapeError
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-"""What tokens and weights may be on the kernel."""
+"""Dtypes that the kernel takes for tokens and weights."""
 
 
 def check_tokens(

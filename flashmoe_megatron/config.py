@@ -38,12 +38,12 @@ GLU_CHUNK = 8
 
 
 def is_count(value: object, *, least: int, most: float = math.inf) -> bool:
-    """Whether a value is an int in a range; a bool is none."""
+    """Returns whether a value is an int in a range; a bool does not count as an int."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def got(name: str, value: object) -> str:
-    """A name and its value as messages begin; a number that is no int is told with its type.
+    """A name and its value as messages begin; the type follows a number that is no int.
 
     An integer of another library may look like the int that is wanted: the type says why it is not.
     """
@@ -65,26 +65,26 @@ def nearest(name: object, names: Iterable[str], spell: Callable[[str], str] = re
 
 
 def is_number(value: object, *, least: float, most: float) -> bool:
-    """Whether a value is a number in a range; NaN is in none, a bool is none."""
+    """Returns whether a value is a number in a range; NaN and a bool never are."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and least <= value <= most  # type: ignore[operator]
 
 
 def is_block_of(size: int, intermediate: int) -> bool:
-    """Whether gate and up rows of an fc1 can alternate in blocks of so many rows."""
+    """Returns whether gate and up rows of an fc1 can alternate in blocks of so many rows."""
     is_size = size == 1 or (size >= GLU_CHUNK and size & (size - 1) == 0)
     return is_size and intermediate % size == 0
 
 
 Keep = Literal["all", "preactivations", "inputs"]
-"""What a forward keeps for its backward; the option ``keep`` says what each word means."""
+"""Things a forward keeps for its backward; the option ``keep`` says what each word means."""
 KEEPS: tuple[Keep, ...] = ("all", "preactivations", "inputs")
 KeepOption = Literal["auto", "all", "preactivations", "inputs"]
 """The same, or that sizes decide: :func:`~flashmoe_megatron.planner.choose_keep`."""
 
 
 class Activation(str, Enum):
-    """What is applied to the first projection (to its gate half, if the FFN is gated)."""
+    """The function applied to the first projection (to its gate half, if the FFN is gated)."""
 
     SILU = "silu"
     GELU = "gelu"  # the exact form, with erf

@@ -26,7 +26,7 @@ from flashmoe_megatron.ranks import OfGroup, Ranks
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that the ranks of an expert-parallel group do not share.
 
-    Engines for data parallelism have to leave them out of what they make equal on all ranks.
+    Engines for data parallelism must not make them equal on all ranks.
 
     Yields:
         The names, as ``model.named_parameters()`` has them, and the parameters.
@@ -46,10 +46,10 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     are summed over the tokens of all ranks and divided by the number of ranks, at the end of a
     backward and in a fixed order, in the dtype that they have; within ``no_sync`` they are not
     reduced. Replicas may leave out layers of their own under ``find_unused_parameters=True``; else
-    experts that nobody has used get gradients of zero.
+    unused experts get gradients of zero.
 
     Args:
-        model: What will be wrapped, with its parameters on their devices.
+        model: The module to be wrapped, with its parameters on their devices.
         group: The group that DistributedDataParallel will get, by default all ranks.
 
     Returns:
@@ -108,7 +108,7 @@ class _Reducer(OfGroup):
             layer.register_forward_pre_hook(self)
         for parameter in self._parameters:
             is_trained = parameter.requires_grad
-            parameter.requires_grad_()  # which hooks want; they stay for what is frozen and thawed
+            parameter.requires_grad_()  # for hooks, which stay if it is frozen and thawed
             parameter.register_hook(self._divide)  # type: ignore[no-untyped-call]
             if self._num_replicas > 1:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class _Reducer(OfGroup):
                 output.register_hook(self._queue)  # type: ignore[no-untyped-call]
 
     def __call__(self, layer: nn.Module, _: Any) -> None:
-        """Refuses layers other than those that were prepared, and Join, before their forwards."""
+        """Refuses Join, and layers that were not prepared, before their forwards."""
         assert isinstance(layer, FlashMoELayer)
         model = DistributedDataParallel._active_ddp_module
         if model is not None and model._join_config.enable:
@@ -162,8 +162,8 @@ class _Reducer(OfGroup):
     def _divide(self, grad: torch.Tensor) -> torch.Tensor:
         """Makes a sum over the tokens of a group's ranks an average over these ranks.
 
-        An average over replicas is then one over all ranks. It may be taken again, of what has been
-        reduced and accumulated before, which a sum may not.
+        An average over replicas is then one over all ranks. An average may be taken again over
+        gradients that were reduced and accumulated before; a sum may not.
         """
         return grad / self._num_ranks
 
@@ -177,8 +177,8 @@ class _Reducer(OfGroup):
     def _reduce(self) -> None:
         """Reduces the same gradients on all replicas, whichever layers each has called.
 
-        Those that no replica has are left alone where DistributedDataParallel finds out what is
-        unused, for which it has the host wait, too; else all parameters count as used.
+        A gradient that no replica has is left alone where DistributedDataParallel looks for unused
+        parameters, which makes the host wait, too; else all parameters count as used.
         """
         self._is_queued = False
         trained = [one for one in self._parameters if one.requires_grad]
@@ -232,7 +232,7 @@ def _make_replica_groups(
 
 
 def _problem(members: tuple[int, ...], everyone: list[Any]) -> str | None:
-    """What is wrong with the expert-parallel groups of data-parallel ranks."""
+    """The error in the expert-parallel groups of data-parallel ranks, or None."""
     counts = [len(everyone[rank][1]) for rank in members]
     if len(set(counts)) > 1:
         return (

@@ -118,7 +118,7 @@ class MemoryOps:
         ops = [_MemoryOp(_WRITE_VALUE, address) for address in writes]
         ops += [_MemoryOp(_WAIT_VALUE, address, 0, _GREATER_OR_EQUAL) for address in waits]
         self._ops = (_MemoryOp * len(ops))(*ops)
-        self._views = list(self._ops)  # since ctypes makes them anew at each access
+        self._views = list(self._ops)  # since ctypes makes new ones at each access
 
     def issue(self, stream: int, value: int) -> None:
         """Issues them to a stream with one call: words are written as, or awaited at, a value."""
@@ -154,7 +154,7 @@ def free(address: int) -> None:
 
 
 def allocation_of(address: int) -> int:
-    """Where the allocation begins in which an address lies."""
+    """Returns where the allocation begins that contains an address."""
     begin, size = _ADDRESS(), _SIZE()
     _call("cuMemGetAddressRange_v2", ctypes.byref(begin), ctypes.byref(size), address)
     return int(begin.value)
@@ -173,7 +173,7 @@ def tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def share(address: int) -> bytes:
-    """What another process needs to map an allocation, given where that begins."""
+    """Returns a handle for another process to map the allocation that begins at an address."""
     handle = _IpcHandle()
     _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
     return bytes(handle.data)

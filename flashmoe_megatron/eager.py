@@ -28,7 +28,7 @@ _FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchMode
 
 
 def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Makes a function that compilers leave out: a graph ends before it, another begins behind it.
+    """Makes a function that compilers leave out: a graph ends before it, another begins after it.
 
     Neither is compiled again for another number of tokens on the function's account.
 

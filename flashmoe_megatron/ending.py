@@ -28,7 +28,7 @@ _PAUSE_S = 1e-3
 
 
 class EndsWithGroup(ABC):
-    """What the ranks of a process group share, and cannot use once the group has been destroyed."""
+    """Something that a process group's ranks share, and cannot use once the group is destroyed."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -39,7 +39,7 @@ class EndsWithGroup(ABC):
 
     @abstractmethod
     def is_left(self) -> bool:
-        """Whether every rank has left, or is not to be waited for."""
+        """Returns whether every rank has left, or is not to be waited for."""
 
     @abstractmethod
     def free(self) -> None:
@@ -50,9 +50,9 @@ _ending: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[EndsWithG
     weakref.WeakKeyDictionary()
 )
 _left: list[EndsWithGroup] = []
-"""What this rank has left and other ranks have not."""
+"""Shared things that this rank has left and other ranks have not."""
 _owned: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-"""Groups that have ended with another one, whose members nobody else knows."""
+"""Groups that have ended with another group; only this package knew their members."""
 
 
 def ends_with(group: dist.ProcessGroup | None, one: EndsWithGroup) -> None:
@@ -77,7 +77,7 @@ def end_destroyed() -> None:
 
 
 def destroy_own(group: dist.ProcessGroup | None) -> None:
-    """Destroys a group that this package has made, with what has been made for it."""
+    """Destroys a group that this package has made, with everything that has been made for it."""
     if group is not None and not is_destroyed(group):
         dist.destroy_process_group(group)
         _owned.add(group)

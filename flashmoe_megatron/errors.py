@@ -49,15 +49,15 @@ class LinkError(FlashMoEError, ConnectionError):
 
 
 def reason_of(error: Exception) -> str:
-    """What the other ranks are told of an error that ends their call, too."""
+    """Returns the words for the other ranks, whose call the error ends, too."""
     return f"{type(error).__name__}: {error}"
 
 
 def told_error(rank: int, reason: str) -> FlashMoEError:
-    """The error that every rank raises for the one that a rank had.
+    """Returns the error that every rank raises after one rank has had an error.
 
     Args:
-        rank: Which rank had it.
+        rank: The rank that had it.
         reason: From :func:`reason_of`.
 
     Returns:

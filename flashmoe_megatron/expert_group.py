@@ -85,7 +85,7 @@ class ExpertGroup(OfGroup):
             parameter.group_name = f"ep_size_{len(self.ranks)}"  # type: ignore[attr-defined]
 
     def like(self, parameter: torch.Tensor, given: torch.Tensor, name: str) -> torch.Tensor:
-        """What a checkpoint gives, distributed as a parameter of this group is.
+        """Distributes a value of a checkpoint like a parameter of this group.
 
         Args:
             parameter: From :meth:`parameter`, possibly sharded further.
@@ -176,7 +176,7 @@ def _mesh_of(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
 
 
 def _device_type(group: dist.ProcessGroup) -> str:
-    """Where the tensors of a group will be that are on "meta" now."""
+    """Returns the device for tensors of a group that are on "meta" now."""
     has_gpus = torch.cuda.is_available() and torch.device("cuda") in group._device_types
     return "cuda" if has_gpus else "cpu"
 
@@ -187,7 +187,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Where :func:`local_part` lies in the whole, also of what FSDP has sharded further."""
+    """Returns where :func:`local_part` lies in the whole, also if FSDP has sharded it further."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     with torch.device("cpu"):  # torch counts with tensors on the default device, maybe on "meta"

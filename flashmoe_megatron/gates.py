@@ -23,7 +23,7 @@ _Kind = TypeVar("_Kind", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Routing:
-    """What a gate decides for one call.
+    """A gate's decision for one call.
 
     Attributes:
         tokens: ``[rows, hidden]``, what the experts see: the tokens, or SoftMoE's slots.
@@ -64,7 +64,7 @@ class Routing:
 
 
 class Gate(nn.Module):
-    """What all gates have: a score of every token for every expert.
+    """The base class of gates, which score every token for every expert.
 
     Attributes:
         hidden: Width of a token.
@@ -95,7 +95,7 @@ class Gate(nn.Module):
             return self.route(x)
 
     def route(self, x: torch.Tensor) -> Routing:
-        """What a gate is: its :meth:`forward`, which ``torch.autocast`` does not reach."""
+        """Decides for the tokens; each gate defines it. ``torch.autocast`` does not reach it."""
         raise NotImplementedError
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,8 +188,8 @@ class GShardGate(Gate):
 class SigmoidGate(Gate):
     """The sigmoid of the product of a token and its expert's embedding (Lewis et al., BASE).
 
-    Every token takes the ``topk`` experts of its largest products, as BASE does in evaluation; the
-    balanced assignment with which BASE trains is not made here. In its place the auxiliary loss is
+    Every token takes the ``topk`` experts of its largest products, as BASE does in evaluation;
+    BASE's balanced assignment for training is not computed here. In its place the auxiliary loss is
     ``E * sum(mean score, normalised over experts * share of routes)``: 1 where all is even.
 
     Args:
@@ -277,8 +277,8 @@ class ExpertChoiceGate(Gate):
         num_experts: Experts of the whole group.
         capacity_factor: Experts of a token in the mean.
         max_routes: Most experts of a token, at most 16; by default 16, or all.
-        allow_future: Has to be true: a token's experts depend on the tokens behind it, which a
-            model that predicts the next token must not see.
+        allow_future: Has to be true: a token's experts depend on later tokens, which a model that
+            predicts the next token must not see.
     """
 
     def __init__(

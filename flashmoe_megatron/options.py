@@ -1,7 +1,7 @@
 """The options of a layer, each written once.
 
-A field's metadata holds its check and its help, from which come Megatron's flags, the keys of
-DeepSpeed's section, every refusal, and the tables of the pages. Needs neither torch nor a GPU, so
+A field's metadata holds its check and its help. Megatron's flags, the keys of DeepSpeed's section,
+every refusal, and the tables of the pages are made from these. Needs neither torch nor a GPU, so
 that a configuration can be read without either.
 """
 
@@ -36,7 +36,7 @@ SymmetricMemory = Literal["cuda", "nvshmem"]
 
 
 class Rule(NamedTuple):
-    """What an option may be.
+    """The values that an option may have.
 
     Attributes:
         wanted: Says what is wanted instead of a value, or ``None`` if the value will do.
@@ -267,7 +267,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkOptions(BackendOptions):
-    """What a user of Megatron or DeepSpeed chooses for all MoE layers of a model."""
+    """The choices of a user of Megatron or DeepSpeed for all MoE layers of a model."""
 
     backend: BackendKind = option(
         "auto",
@@ -310,7 +310,7 @@ class FrameworkOptions(BackendOptions):
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What every rank has to be given alike, by option; of a file, that there is one.
+        """The values that must be equal on all ranks, by option; for a file, whether there is one.
 
         Hosts may keep a file at different places. Ranks compare what they make of it.
         """
@@ -322,7 +322,7 @@ class FrameworkOptions(BackendOptions):
         return agreed
 
     def backend_options(self) -> dict[str, Any]:
-        """What of this is for :func:`~flashmoe_megatron.select.select_backend`, but its kind."""
+        """Returns what :func:`~flashmoe_megatron.select.select_backend` takes, but the kind."""
         return {one.name: getattr(self, one.name) for one in fields(BackendOptions)}
 
 
@@ -330,7 +330,7 @@ Options = TypeVar("Options", bound=BackendOptions)
 
 
 def options_of(kind: type[BackendOptions]) -> list[Field[Any]]:
-    """The fields that a user may set; those that few kinds of options have come first."""
+    """Returns the fields that a user may set; fields that few kinds of options have come first."""
     kinds = [{one.name for one in fields(base)} for base in kind.__mro__ if is_dataclass(base)]
     given = [one for one in fields(kind) if one.init]
     return sorted(given, key=lambda one: sum(one.name in names for names in kinds))
@@ -349,7 +349,7 @@ def unset_option(kind: type[BackendOptions], name: str, unset: str) -> Any:
 
 
 def wanted_instead(one: Field[Any], value: object) -> str | None:
-    """What an option has to be where it cannot be ``value``.
+    """Returns what an option has to be where it cannot be ``value``.
 
     Args:
         one: From :func:`options_of`.
@@ -372,7 +372,8 @@ def make_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
         given: Values by name; what is left out has its default.
 
     Raises:
-        ConfigError: A name is unknown, with one that is like it; a value has no meaning.
+        ConfigError: A name is unknown, and the message has a similar name; or a value has no
+            meaning.
     """
     names = [one.name for one in options_of(kind)]
     for name in given:
@@ -415,7 +416,7 @@ LAYER_SIZES = {
     "topk": "experts of each token",
     "tokens": "tokens of one rank and call",
 }
-"""What a command has to be told of a layer that it makes, and how it says so."""
+"""Sizes that a command needs of a layer that it makes, with the help for each."""
 
 
 def add_sizes(
@@ -428,7 +429,7 @@ def add_sizes(
 
 
 def read_flags(args: argparse.Namespace, kind: type[BackendOptions], prefix: str) -> dict[str, Any]:
-    """What flags of :func:`add_flags` say, by option; without those that are not there."""
+    """Returns the values of :func:`add_flags`' flags, by option; absent flags are left out."""
     given = {one.name: f"{prefix}_{one.name}" for one in options_of(kind)}
     return {name: getattr(args, dest) for name, dest in given.items() if hasattr(args, dest)}
 

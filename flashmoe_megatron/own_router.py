@@ -66,7 +66,7 @@ def fusable_weight(router: nn.Linear) -> torch.Tensor:
 
 
 def _what_it_adds(router: nn.Linear) -> str | None:
-    """What a call of a router would do besides the product with its weight; looks at each call."""
+    """Names what a router does besides the product with its weight; looks at each call."""
     kind = type(router)
     if kind.forward is not nn.Linear.forward:
         return f"is of class {kind.__module__}.{kind.__qualname__}"
@@ -93,7 +93,7 @@ _WIDENED = frozenset(
         torch.Tensor.mm,
     )
 )
-"""What refuses tokens in float32 beside parameters in bfloat16."""
+"""Functions that refuse tokens in float32 together with parameters in bfloat16."""
 
 
 class _Wide(TorchFunctionMode):

@@ -20,7 +20,7 @@ from flashmoe_megatron.config import (
 from flashmoe_megatron.errors import ConfigError
 
 _MOST = 2**53
-"""What is larger is no whole number in Megatron's arithmetic, which is that of float64."""
+"""The largest whole number in Megatron's arithmetic, which is that of float64."""
 
 
 def expert_capacity(
@@ -65,7 +65,7 @@ def expert_capacity(
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityPlan:
-    """What a capacity becomes in a receiver's buffer.
+    """The room of a capacity in a receiver's buffer.
 
     Every expert has one segment of rows, filled by all ranks without gaps between them. Only the
     segment as a whole is aligned, so the padding is at most one tile less a row per expert, exists
@@ -232,7 +232,7 @@ def plan_launches(config: MoEConfig, num_hosts: int, num_tokens: int) -> tuple[i
 
 
 def tokens_within(config: MoEConfig, num_hosts: int) -> int:
-    """Tokens of a rank over hosts, its own and those that come, that room is made for at first.
+    """Initial token capacity of a rank over hosts: its own tokens and those of other hosts.
 
     Args:
         config: The layer's shape, for all hosts together.
@@ -244,7 +244,7 @@ def tokens_within(config: MoEConfig, num_hosts: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """What a layer over hosts sends between them and takes for it, under uniform random routing.
+    """Rows that a layer over hosts sends, and their time, under uniform random routing.
 
     Attributes:
         num_hosts: Hosts that its experts are spread over.
@@ -308,7 +308,7 @@ def forward_over_hosts(products: float, card: float, *, num_hosts: int, overlap:
         products: The time of its products.
         card: The time of its rows on a card, in one direction.
         num_hosts: Hosts that its experts are spread over.
-        overlap: Launches for the tokens of other hosts; 0 exchanges all before and behind one.
+        overlap: Launches for the tokens of other hosts; 0 exchanges all before and after one.
     """
     if not overlap:
         return products + 2 * card
@@ -415,15 +415,15 @@ def dispatch_volume(
 TENSOR_FLOPS = 700e12
 MEMORY_BYTES_PER_S = 3.0e12
 LINK_BYTES_PER_S = 370e9
-"""What a Hopper GPU does a second: products in 16 bits, its memory, and NVLink in one direction."""
+"""Rates of a Hopper GPU per second: products in 16 bits, its memory, NVLink in one direction."""
 CARD_BYTES_PER_S = 45e9
-"""What a network card of 400 Gb/s carries a second in one direction."""
+"""Bytes per second of a network card of 400 Gb/s in one direction."""
 HIDDEN_PUSH = 0.0
-"""How much of what replicas move is hidden behind rows; none was on four H200s."""
+"""The share of replicas' bytes that travels while rows do; none did on four H200s."""
 
 
 def least_rows_of(link_bytes_per_s: float) -> int:
-    """Rows of an expert from which on a replica is worth what it moves, whatever the expert's size.
+    """Returns the fewest rows of an expert that make up for a replica's traffic, at any size.
 
     For each number of an expert's weights, a replica moves 2 bytes in either direction of a layer
     and 4 bytes of its gradient, and each row takes 6 operations: 2 forward and 4 backward.
@@ -467,7 +467,7 @@ def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
 
 
 def choose_keep(keep: KeepOption, config: MoEConfig) -> Keep:
-    """What a forward keeps: what was asked for or, with "auto", what sizes say.
+    """Returns what a forward keeps: the given choice or, with "auto", the choice by sizes.
 
     "preactivations" if :func:`fetch_cost` is at most ``MOST_FETCH_COST``, else "all".
     """

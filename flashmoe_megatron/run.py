@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"{script}: no such file; usage: {USAGE}")
     install()
     sys.argv = arguments
-    # As `python script` does: beside the script lies the Megatron that it belongs to. With -P or
+    # As `python script` does: its Megatron lies in the same folder as the script. With -P or
     # PYTHONSAFEPATH neither Python puts a folder there, and the first path is one of the user's.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(script.resolve().parent)

@@ -31,7 +31,7 @@ logger = logging.getLogger("flashmoe_megatron")
 
 HOPPER = (9, 0)
 OVERLAP_CTAS = 2
-"""Most CTAs of an exchange between hosts that runs beside a launch."""
+"""Most CTAs of an exchange between hosts that runs concurrently with a launch."""
 Kind = Literal["kernel", "scheduled", "reference"]
 _ALWAYS = (
     "keep",
@@ -57,7 +57,7 @@ SLOW = (
 
 
 class _Choice(NamedTuple):
-    """What a rank takes for its layer."""
+    """A rank's choice for its layer."""
 
     config: MoEConfig
     kind: Kind
@@ -66,7 +66,7 @@ class _Choice(NamedTuple):
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What the others have to take alike."""
+        """The part of the choice that must be equal on all ranks."""
         options = {name: getattr(self.options, name) for name in _AGREED[self.kind]}
         return {**dataclasses.asdict(self.config), "backend": self.kind, **options}
 
@@ -89,13 +89,13 @@ def select_backend(
 
     Args:
         config: The layer's shape.
-        group: The expert-parallel group, ``None`` for one rank. The backend of a wrapper is that
-            of its inner group, with which it ends.
+        group: The expert-parallel group, ``None`` for one rank. The backend of a wrapper is that of
+            its inner group, and ends with it.
         device: Where the layer's tensors live.
         kind: "kernel", "scheduled", "reference", or "auto": the kernel on a Hopper GPU (compute
             capability 9.0), the scheduled backend on other GPUs and for dtypes that the kernel does
             not serve, else the reference. The choice of "auto" is logged once per process.
-        dtype: The dtype of tokens and weights, ``None`` for one that every backend serves.
+        dtype: The dtype of tokens and weights, ``None`` for a dtype that every backend serves.
         tensor_group: The ranks that share each expert, ``None`` where experts are whole; see
             :class:`~flashmoe_megatron.separate.backend.ScheduledBackend`, which alone takes them.
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
@@ -127,13 +127,13 @@ def select_backend(
 
 
 class _Origin:
-    """What a backend was made for, and what has taken its place.
+    """The groups that a backend was made for, and the backend that has taken its place.
 
     Attributes:
         given: The groups that the caller gave.
-        inner: What they were to torch.
+        inner: The groups of torch's own that they stood for.
         make_again: Makes another backend in the same way.
-        last: The one that took over last, in a list that all share who have taken over before.
+        last: The backend that took over last, in a list that all these share.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class _Origin:
 
     @property
     def is_over(self) -> bool:
-        """Whether a group of them has been destroyed."""
+        """True if a group of them has been destroyed."""
         return any(map(is_destroyed, self.inner))
 
 
@@ -152,7 +152,7 @@ _origins: "weakref.WeakKeyDictionary[Backend, _Origin]" = weakref.WeakKeyDiction
 
 
 def followed(backend: Backend) -> Backend:
-    """The backend for the groups as they are now, for all who have one that ended with them.
+    """Returns the backend for the groups as they are now, in place of one of ended groups.
 
     Collective over the group where a wrapper's inner group has been made again since.
 
@@ -290,7 +290,7 @@ def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool
 
 
 def find_grid(group: dist.ProcessGroup) -> HostGrid:
-    """Where the ranks of an expert-parallel group lie. Collective over the group.
+    """Finds where the ranks of an expert-parallel group lie. Collective over the group.
 
     Raises:
         ConfigError: On every rank, if they do not lie in blocks of hosts or are too many.
@@ -318,7 +318,7 @@ def _choose(
     options: dict[str, Any],
     tensor_group: dist.ProcessGroup | None,
 ) -> _Choice:
-    """What :func:`select_backend` is given, if this rank can serve it. Not collective.
+    """Returns what :func:`select_backend` is given, if this rank can serve it. Not collective.
 
     Raises:
         ConfigError: ``kind`` or an option is unknown, or there cannot be the ``tensor_group``.
@@ -333,7 +333,7 @@ def _choose(
 
 
 def resolve_kind(kind: BackendKind, device: torch.device, dtype: torch.dtype | None = None) -> Kind:
-    """What :func:`select_backend` chooses on a device and for a dtype. Not collective.
+    """Returns what :func:`select_backend` chooses on a device and for a dtype. Not collective.
 
     Raises:
         ConfigError: ``kind`` is unknown.
@@ -366,7 +366,7 @@ def named_device(device: torch.device | str) -> torch.device:
 
 
 def _describe(device: torch.device) -> tuple[bool, str]:
-    """Whether a device is a Hopper GPU, and its name for a message."""
+    """Returns whether a device is a Hopper GPU, and its name for a message."""
     if device.type != "cuda":
         return False, f"the device '{device}'"
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Which process groups torch knows: those that wrappers stand for, and those that are no more.
+"""Process groups of torch's own: the groups that wrappers stand for, and destroyed groups.
 
 Frameworks for reinforcement learning give Megatron wrappers of process groups, whose inner groups
 they destroy before a rollout and make again after it. What ranks share depends on the inner group,
@@ -44,7 +44,7 @@ def torch_group(group: Any) -> Any:
 
 
 def living_group(group: Any) -> Any:
-    """What :func:`torch_group` gives for the group of something that is used once more.
+    """Returns :func:`torch_group` for the group of something that is used once more.
 
     Raises:
         ConfigError: The group has been destroyed, and has not been made again.
@@ -59,7 +59,7 @@ def living_group(group: Any) -> Any:
 
 
 def is_destroyed(group: object) -> bool:
-    """Whether something is a group of torch's own that has been destroyed.
+    """Returns whether something is a group of torch's own that has been destroyed.
 
     A wrapper is none, which says nothing of its inner group: see :func:`torch_group`. Nor is a
     process group of another class, which torch has never had in its tables.
@@ -68,7 +68,7 @@ def is_destroyed(group: object) -> bool:
 
 
 def _is_known(group: Any) -> bool:
-    """Whether a value is one of the groups that torch has now."""
+    """Returns whether a value is one of the groups that torch has now."""
     try:
         return group in dist.distributed_c10d._world.pg_map
     except TypeError:  # what has no hash is no group

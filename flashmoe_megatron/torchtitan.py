@@ -12,12 +12,12 @@ from flashmoe_megatron.adapters.torchtitan.override import replace_routed_expert
     target=RoutedExperts.Config, description="Routed experts in one launch of flashmoe."
 )
 def routed_experts(config: Any, **options: Any) -> Any:
-    """What ``--override.imports flashmoe_megatron.torchtitan.routed_experts`` names.
+    """The function that ``--override.imports flashmoe_megatron.torchtitan.routed_experts`` names.
 
     Args:
         config: A layer's, a ``RoutedExperts.Config``.
         **options: Fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`, as JSON
-            behind the name and "=".
+            after the name and "=".
 
     Raises:
         ConfigError: See

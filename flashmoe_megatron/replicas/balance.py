@@ -3,7 +3,7 @@
 ``csrc/flashmoe/placement/balance.h`` is the same program in C++, step by step, for a launch to plan
 with; a test compares the two. Hence integers alone, and an order for everything that ties.
 
-A launch works in blocks of 128 rows, of which each slot fills whole ones, so a rank's load is
+A launch works in blocks of 128 rows, and each slot fills whole blocks, so a rank's load is
 counted in rows of blocks plus rows: blocks are what it computes, and rows tell apart ranks of
 equal blocks.
 
@@ -25,12 +25,12 @@ STEPS_PER_SLOT = 4
 
 
 class Preference(NamedTuple):
-    """What one attempt prefers.
+    """The preferences of one attempt.
 
     Attributes:
         aim_percent: A rank is filled up to so much of the mean rows.
         reserve: A rank that has at most so many empty slots left, and at least one, is filled at
-            once with what the busiest one has, even if that one is then below the mean.
+            once with rows of the busiest rank, even if that rank is then below the mean.
         step: Pieces are taken from the taker's own tokens first, then of the source ranks in this
             direction.
     """
@@ -197,7 +197,7 @@ class _Attempt:
         return best
 
     def _accept(self, move: _Move) -> bool:
-        """Makes a move if the busier of its two ranks has less load behind it."""
+        """Makes a move if the busier of its two ranks has less load after it."""
         giver, taker, expert, sources, rows = move
         given, taken = self.rows[giver][expert], self.rows[taker][expert]
         blocks_left = self.blocks[giver] - _blocks(given) + _blocks(given - rows)

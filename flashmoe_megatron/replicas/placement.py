@@ -1,7 +1,7 @@
 """Slots: the places that compute an expert, and which place each rank's tokens go to.
 
-An expert is what a router knows. A rank has a home slot for each expert that it owns, and spare
-slots behind these, which hold replicas of other ranks' experts for the length of a launch.
+An expert is what a router knows. A rank has a home slot for each expert that it owns, followed by
+spare slots, which hold replicas of other ranks' experts for the length of a launch.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ Hosts = Sequence[Sequence[int]]
 
 
 class Placement(NamedTuple):
-    """Which experts the spare slots hold, and which slot computes an expert for each rank's tokens.
+    """The experts in the spare slots, and the slot that computes an expert for each rank's tokens.
 
     All tokens of a rank that choose an expert go to one slot, which their rank's table names.
 
     Attributes:
-        hosts: The experts in each rank's spare slots, in the order of the slots; the slots behind
+        hosts: The experts in each rank's spare slots, in the order of the slots; the slots after
             them are empty.
         slot_of: ``[source rank][expert]``, numbers of slots. Slot ``rank * slots_per_rank + i`` is
-            the rank's home slot of its expert ``i``, or a spare one behind these.
+            the rank's home slot of its expert ``i``, or a spare one after these.
         slots_per_rank: Home slots and spare ones.
     """
 
@@ -57,7 +57,7 @@ class Placement(NamedTuple):
 
         Raises:
             ConfigError: A rank holds more experts than it has spare slots, its own, one twice or
-                one that nobody owns; or a table names a slot that does not hold the expert.
+                one without an owner; or a table names a slot that does not hold the expert.
         """
         local = num_experts // num_ranks
         wanted = (num_ranks, num_ranks, local + spare_slots)
@@ -123,7 +123,7 @@ def home_placement(num_ranks: int, num_experts: int, spare_slots: int) -> Placem
 
 
 def rows_of_ranks(counts: Counts, placement: Placement) -> list[dict[int, int]]:
-    """What each rank computes under a placement: rows by slot, of slots that have any."""
+    """Returns each rank's rows by slot under a placement, for slots that have any."""
     rows: list[dict[int, int]] = [{} for _ in placement.hosts]
     for routes, table in zip(counts, placement.slot_of, strict=True):
         for count, slot in zip(routes, table, strict=True):

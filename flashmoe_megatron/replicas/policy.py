@@ -12,13 +12,13 @@ from flashmoe_megatron.replicas.popular import popular
 When = Literal["launch", "lookahead", "off"]
 """When replicas are planned; the option ``placement`` says what each word means."""
 Policy = Literal["balance", "popular"]
-"""What they are planned for; the option ``replica_policy`` says it."""
+"""Aims of their plan; the option ``replica_policy`` says what each word means."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 ONLY_IN_MEGATRON = (
     "wanted launch or off, since only in Megatron is a layer's input seen before its attention"
 )
-"""What is said of lookahead elsewhere."""
+"""The refusal of lookahead in other frameworks."""
 
 
 def plan_replicas(
@@ -44,7 +44,7 @@ def plan_replicas(
 
 
 def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:
-    """Refuses spare slots that a layer cannot have; those that stay empty do no harm.
+    """Refuses spare slots that a layer cannot have; slots that stay empty do no harm.
 
     Args:
         config: The layer's shape.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from flashmoe_megatron.replicas.placement import Counts, Placement, placement_of
 
 OWN_BANDWIDTH, LINK_BANDWIDTH = 8, 1
-"""A Hopper GPU's own memory against NVLink, roughly; what ``popular`` takes where nobody says."""
+"""A Hopper GPU's own memory against NVLink, roughly; the default of ``popular``."""
 
 
 def popular(
@@ -23,9 +23,9 @@ def popular(
     """Plans replicas so that most routes stay on their token's rank.
 
     The head of a rank's own routes, its most popular experts with together more than half of them,
-    is computed there, as far as spare slots go. Unpopular experts, which are in nobody's head,
+    is computed there, as far as spare slots go. Unpopular experts, which are in no rank's head,
     leave ranks that have more than the mean of rows: each goes, with all its tokens, to the rank
-    that is nearest to most of them among those that have room below the mean and an empty slot.
+    that is nearest to most of them among all with room below the mean and an empty slot.
 
     Args:
         counts: ``[rank][expert]`` routes.

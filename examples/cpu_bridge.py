@@ -273,7 +273,7 @@ def _fix_split_sizes(token_dispatcher: ModuleType) -> None:
 
 
 def _build_no_kernels(fused_kernels: ModuleType) -> None:
-    """Skips the build of kernels, for which Megatron-Core 0.16.1 asks the CUDA compiler."""
+    """Skips the build of kernels, which needs the CUDA compiler in Megatron-Core 0.16.1."""
     fused_kernels.load = lambda args: None  # type: ignore[attr-defined]
 
 

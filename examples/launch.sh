@@ -1,7 +1,7 @@
-# The scripts beside this one call it: it sets everything up and runs a Python program of this folder,
-# the first argument, on two ranks. With one GPU there is one rank; without a GPU both ranks run on
-# processors. On several hosts, FLASHMOE_RENDEZVOUS names the first one and a free port of it, as
-# host:port, and FLASHMOE_HOSTS says how many there are.
+# The other scripts of this folder call this one. It sets everything up and runs a Python program of
+# this folder, the first argument, on two ranks. With one GPU there is one rank; without a GPU both
+# ranks run on CPUs. On several hosts, FLASHMOE_RENDEZVOUS names the first one and a free port of
+# it, as host:port, and FLASHMOE_HOSTS says how many there are.
 set -euo pipefail
 if [ -n "${FLASHMOE_HOSTS:-}" ] && [ -z "${FLASHMOE_RENDEZVOUS:-}" ]; then
     echo "FLASHMOE_HOSTS=$FLASHMOE_HOSTS: wanted FLASHMOE_RENDEZVOUS=host:port, too, got none" >&2

@@ -14,8 +14,8 @@ def leave(status: int) -> NoReturn:
     Megatron's models and DeepSpeed's engines keep gloo's groups until the process ends, destroyed
     or not. A thread of theirs that lets go of its last tensor while the interpreter ends aborts the
     process (seen in 1 of 87 runs on a busy machine), so the process ends without the interpreter's
-    own end. Child processes, through which Megatron writes checkpoints, would outlive this one, so
-    they are ended first.
+    own end. Megatron writes checkpoints in child processes. They would outlive this one, so they
+    are ended first.
     """
     dist.barrier()
     for child in multiprocessing.active_children():

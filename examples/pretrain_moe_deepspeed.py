@@ -68,7 +68,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class SwiGLU(nn.Module):
-    """One expert. The adapter recognises it by what it computes, not by its class or names."""
+    """One expert. The adapter recognises it by its computation, not by its class or names."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()

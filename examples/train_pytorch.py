@@ -6,8 +6,8 @@ mesh in :func:`main`, the layer in :class:`Block`, and ``prepare_for_ddp`` in fr
 DistributedDataParallel.
 
 ``--gate`` puts a gate of the literature in front of the experts, in place of the layer's router,
-and adds its auxiliary loss. With two of them, expert choice and soft, what is predicted for a token
-depends on the tokens behind it: they are there to be seen, not to be used in such a model.
+and adds its auxiliary loss. With two of them, expert choice and soft, the prediction for a token
+depends on later tokens: they are there to be seen, not to be used in such a model.
 
 Run by examples/train_pytorch.sh, or under torchrun where everything is installed. On Hopper GPUs
 the experts run in the fused kernel, in bfloat16; without a GPU on the reference backend, in
@@ -148,7 +148,7 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 
 class Meter:
-    """What the launches since the last line say of all ranks; collective."""
+    """Figures of all ranks' launches since the last line; collective."""
 
     def __init__(self, model: GPT, experts: DeviceMesh) -> None:
         self.layers = [getattr(block.moe, "layer", block.moe) for block in model.blocks]
@@ -158,7 +158,7 @@ class Meter:
         self.began = time.perf_counter()
 
     def read(self, num_tokens: int) -> str:
-        """Tokens per second, and the share of communication that was hidden behind computation."""
+        """Tokens per second, and the share of communication during computation."""
         totals = Totals(self.layout, self.places)
         for layer in self.layers:
             for record in layer.backend.take_records():

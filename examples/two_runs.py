@@ -1,4 +1,4 @@
-"""What the examples print, and how they judge a run beside one of the framework's own layers."""
+"""Prints of the examples, and their verdict on a run against one of the framework's own."""
 
 import argparse
 import sys
@@ -48,7 +48,7 @@ def compare(
 
 
 def judge_reload(saved: float, reloaded: float) -> list[str]:
-    """Says what is wrong with a loss of a checkpoint, beside that of the model that was saved."""
+    """Says what is wrong with a loss of a checkpoint, compared with that of the saved model."""
     if abs(reloaded - saved) <= (1e-2 if HAS_GPU else 1e-4):
         return []
     return ["the checkpoint does not give the loss that the saved model had"]

@@ -24,7 +24,9 @@ FOLDERS = ("csrc", "examples", "flashmoe_megatron", "tests", "tools")
 RECORDS = ROOT / "tools" / "bench" / "results"
 """Pages of measurements, which stay as they were written."""
 PLAIN = (
+    "CONTRIBUTING.md",
     "csrc",
+    "examples",
     "flashmoe_megatron/README.md",
     "flashmoe_megatron/calibrate.py",
     "flashmoe_megatron/checks.py",
@@ -57,7 +59,8 @@ _CODE = "code"
 """Stands for anything but prose, so that the sentence around it keeps its length of one word."""
 _C_LIKE = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|//[^\n]*|/\*.*?\*/', re.S)
 _HASH = re.compile(r"(?:^|(?<=\s))#(?!!)[^\n]*", re.M)
-_SPAN = re.compile(r"``[^`]+``|`[^`]+`")
+_SPAN = re.compile(r"``[^`]+``|`[^`]+`|(?<=\])\([^()\s]+\)")
+"""Code, and the target of a link."""
 _NO_PROSE_OF_PAGES = re.compile(r"^```.*?^```|<!--.*?-->", re.S | re.M)
 _MARK_OF_PAGES = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>)\s+|\||\n\s*\n", re.M)
 _STARTS = re.compile(

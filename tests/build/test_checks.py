@@ -172,6 +172,7 @@ def test_prose(tmp_path, name, text, lines):
         ("# A launch behind the last one.\n", [1]),
         ("# The libraries run in turns.\n", [1]),
         ('x = "nobody"  # Names the `nobody` of the table.\n', []),
+        ("# A record is [here](a.md#what-came-behind).\n", []),
     ],
 )
 def test_plain_prose(tmp_path, text, lines):

@@ -48,8 +48,8 @@ def moe_reference(
         fc2: ``[H, F]`` of every expert of the group.
         activation: Applied to fc1's output, or to its gate half.
         gated: Whether fc1 has a gate.
-        clamp_value: Bounds the gate from above, and what it is multiplied with on both sides.
-        linear_offset: Added to what the gate is multiplied with.
+        clamp_value: Bounds the gate from above, and the value that it multiplies on both sides.
+        linear_offset: Added to the value that the gate multiplies.
         glu_interleave: Rows of fc1's blocks of gate and up rows; 0 for one block of each.
         fc1_bias: ``[2F]`` or ``[F]`` of every expert, added before the activation; may be empty.
         fc2_bias: ``[H]`` of every expert, added times the token's probability; may be empty.
@@ -105,7 +105,7 @@ ROW_FACTOR = 8.0
 
 
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills a buffer with what no computation may leave or read: NaN, or the dtype's extreme."""
+    """Fills a buffer with a value that must not stay or be read: NaN, or the dtype's extreme."""
     if tensor.is_floating_point():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
@@ -137,7 +137,7 @@ def assert_close(
 
     Raises:
         MismatchError: The shapes differ, an element is not finite (never written, or computed from
-            what was never written), or an error is too large; names the first wrong coordinate.
+            unwritten values), or an error is too large; names the first wrong coordinate.
         ValueError: The oracle's own values are not finite.
     """
     if got.shape != want.shape:

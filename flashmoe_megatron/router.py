@@ -1,8 +1,8 @@
 """The fused router, which runs in the layer's launch: what it computes, in torch, and its gradient.
 
-:func:`open_router` makes the tensors of one call and a node of autograd behind them; whichever
-backend runs the layer next fills them in before it reads them. So the gradient of the logits is
-that of probabilities which the layer and a user's auxiliary losses have used alike.
+:func:`open_router` makes the tensors of one call and their node of autograd; the backend that runs
+the layer next fills them in before it reads them. So the gradient of the logits is that of
+probabilities which the layer and a user's auxiliary losses have used alike.
 """
 
 import math
@@ -93,7 +93,7 @@ class Router:
     versions: tuple[int, int] | None = None
 
     def close(self) -> None:
-        """Notes that the forward has filled the tensors in: nobody may change them any more."""
+        """Notes that the forward has filled the tensors in: they may not change any more."""
         if not self.logits.is_inference():
             self.versions = self.logits._version, self.routing_map._version
 

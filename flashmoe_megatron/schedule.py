@@ -6,7 +6,7 @@ r"""Measures this machine for degrees that are computed.
 
 Start it as the training will be, on all ranks of one expert-parallel group, also of several
 hosts, and with its ``--exchange`` where copy engines are to carry rows. The file then goes to
-``--flashmoe-degree-fit``, or to ``"degree_fit"`` in DeepSpeed's section, beside the degree
+``--flashmoe-degree-fit``, or to ``"degree_fit"`` in DeepSpeed's section, together with the degree
 ``auto``. One rank alone measures products and copies. Without a GPU, gloo is measured.
 
 ::

@@ -43,7 +43,7 @@ class Placement(NamedTuple):
         return self.slot_of[source][expert] // self.slots_per_rank
 
     def replicas_of(self, owner: int) -> list[tuple[int, int, int]]:
-        """Where the experts of a rank are replicated: ``(host, spare slot, expert)``, ascending."""
+        """The replicas of a rank's experts: ``(holder, spare slot, expert)``, ascending."""
         local = self.num_local_experts
         return [
             (host, slot, expert)

@@ -38,14 +38,14 @@ __device__ __forceinline__ bool settle_replicas(const LayerArgs& args,
     }
     const bool may_go_on = await_routes(args, epoch, num_tokens);
     const bool is_planned = plan_replicas(args, epoch, smem, may_go_on) != Placed::kNot;
-    // Every CTA pushes by the hosts that the first one has written.
+    // Every CTA pushes to the holders in `hosts`, which the first CTA has written.
     if (grid_barrier(args.watchdog, &args.workspace.tickets->barrier[0], is_planned)) return true;
     const int num_hosts = blockIdx.x == 0 ? s.num_ranks * s.spare_slots : 0;
     for (int i = threadIdx.x; i < num_hosts; i += Planners::size()) args.plan.hosts[i] = -1;
     return false;
 }
 
-// `route_counts` has this rank's routes by expert. The plan has hosts alone, those of the
+// `route_counts` has this rank's routes by expert. The plan has nothing but `hosts`, that of the
 // workspace.
 __global__ __launch_bounds__(kSettleWarps * 32, 1)  //
     void settle_kernel(const __grid_constant__ LayerArgs args, const uint32_t* route_counts) {

@@ -1,5 +1,5 @@
-// Replicas' gradients come home: an expert's owner pulls the gradients that hosts have left in
-// their spare slots and adds them to its own, by ascending rank of hosts. fc2's are added within
+// Replicas' gradients come home: an expert's owner pulls the gradients that holders have left in
+// their spare slots and adds them to its own, by ascending rank of holders. fc2's are added within
 // the backward, while tiles of fc1's are multiplied; then a signal lets streams go on that wait for
 // fc2's alone.
 #pragma once
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_four(Grad* at, float4 value) {
 }
 
 // Adds floats to a gradient, in groups of four: this thread's are `first` and every `step`-th after
-// it. So many loads are under way at a time, since those of a host take long.
+// it. So many loads are under way at a time, since those of a holder take long.
 template <int kUnroll, class Grad>
 __device__ __forceinline__ void add_fours(
     Grad* to, const float* from, int64_t first, int64_t end, int64_t step) {
@@ -103,7 +103,7 @@ struct PulledExpert {
 };
 
 // Adds fc2's gradients of replicas to the own experts', which tiles have stored before, and tells
-// the streams that wait for them. An element has one warp, which adds all hosts' in their order.
+// the streams that wait for them. An element has one warp, which adds all holders' in their order.
 // Scope: warps that have nothing else to do.
 template <class T>
 __device__ __forceinline__ void add_fc2_replicas(const BackwardArgs& args) {

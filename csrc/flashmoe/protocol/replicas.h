@@ -1,10 +1,10 @@
-// How replicas of experts come to their hosts and their gradients back: an owner pushes weights
-// into a host's slot, and pulls the gradients that the host has left there.
+// How replicas of experts come to their holders and their gradients back: an owner pushes weights
+// into a holder's slot, and pulls the gradients that the holder has left there.
 //
 // A slot is one piece of memory for all layers and owners. It may be written over once everybody
 // who used it in the launch before has left that launch, which a rank's row signal of this launch
-// says: the host's for weights, and every rank's for gradients, since the slot may have had another
-// owner.
+// says: the holder's for weights, and every rank's for gradients, since the slot may have had
+// another owner.
 #pragma once
 
 #include "flashmoe/protocol/epoch.h"
@@ -12,7 +12,7 @@
 namespace flashmoe::protocol {
 
 // Waits until a rank has left the launch before, so that what it read there can be written over by
-// bulk copies: a host's slot, or a gradient that its owner pulled. Scope: the thread that writes.
+// bulk copies: a holder's slot, or a gradient that its owner pulled. Scope: the thread that writes.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL void await_left(const typename A::U32* row_signal, uint32_t epoch, Wait wait) {
     wait([=] { return A::template load_acquire<Scope::kSystem>(row_signal); },
@@ -20,7 +20,7 @@ FLASHMOE_PROTOCOL void await_left(const typename A::U32* row_signal, uint32_t ep
     A::fence_proxy_async();
 }
 
-// Tells a host that an expert's weights are in its slot. Scope: the thread whose bulk copies have
+// Tells a holder that an expert's weights are in its slot. Scope: the thread whose bulk copies have
 // brought the last of them, after those of all others.
 template <class A>
 FLASHMOE_PROTOCOL void publish_weights(typename A::U32* weights_ready, uint32_t epoch) {
@@ -30,7 +30,7 @@ FLASHMOE_PROTOCOL void publish_weights(typename A::U32* weights_ready, uint32_t 
 }
 
 // Waits for a replica's weights, to read them by TMA. Equality decides: the rank that pushes next
-// waits for this host to leave. Scope: the thread that reads.
+// waits for this holder to leave. Scope: the thread that reads.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL void await_weights(const typename A::U32* weights_ready,
                                      uint32_t epoch,

@@ -106,6 +106,8 @@ def build(kind: Any, value: Any) -> Any:
         return {name: build(inside[1], one) for name, one in value.items()}
     if get_origin(kind) is list:
         return [build(inside[0], one) for one in value]
+    if get_origin(kind) is tuple and inside[-1] is Ellipsis:
+        return tuple(build(inside[0], one) for one in value)
     if get_origin(kind) is tuple:
         return tuple(build(each, one) for each, one in zip(inside, value, strict=True))
     return kind(value)

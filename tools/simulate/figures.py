@@ -1,9 +1,11 @@
 """The figures that the model is fed with, from the one file that has them and their sources."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from flashmoe_megatron.measured import files
 
 FILE = Path(__file__).with_name("figures.json")
 
@@ -93,11 +95,10 @@ def load(path: Path = FILE) -> tuple[Figures, Fitted]:
     try:
         data = json.loads(path.read_text())
         measured = {**data["links"], **data["tiles"]}
-        figures = Figures(**{name: figure["value"] for name, figure in measured.items()})
-        fitted = Fitted(**data["fitted"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        values = {name: figure["value"] for name, figure in measured.items()}
+        return files.build(Figures, values), files.build(Fitted, data["fitted"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FigureError(f"{path}: {error!r}") from error
-    return figures, replace(fitted, files=tuple(fitted.files), fitted_to=tuple(fitted.fitted_to))
 
 
 def store(fitted: Fitted, path: Path = FILE) -> None:
@@ -107,5 +108,4 @@ def store(fitted: Fitted, path: Path = FILE) -> None:
         name: round(value, 4) if isinstance(value, float) else value
         for name, value in asdict(fitted).items()
     }
-    data["fitted"] = rounded
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    files.write(path, {**data, "fitted": rounded})

@@ -101,11 +101,6 @@ class Entry:
         values = {**_shape_of(config), **ran_as, **measured}
         return _parse_entry(values, where="this measurement")
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        """The fields that describe the layer."""
-        return {name: getattr(self, name) for name in _SHAPE}
-
     def describe(self) -> str:
         """Describes the entry in one phrase, for messages."""
         gate = "gated " if self.gated else ""
@@ -154,9 +149,10 @@ class Calibration:
             direction: "forward" or "backward".
             num_tokens: Mean tokens of one rank and launch; within 1 % of the measured ones.
         """
+        wanted = {**_shape_of(config), "direction": direction}
         for entry in self._entries:
             near = abs(num_tokens - entry.num_tokens) <= TOKEN_TOLERANCE * entry.num_tokens
-            if near and entry.direction == direction and entry.shape == _shape_of(config):
+            if near and not _unlike(entry, wanted):
                 return entry.time_ms
         return None
 

@@ -84,6 +84,41 @@ def test_torch_is_asked_once_for_each_stream(gpu: Gpu) -> None:
     assert gpu.asked == 2
 
 
+def test_a_stamp_is_of_the_current_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events of a GPU count milliseconds, a host's clock nanoseconds."""
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.is_over = False
+
+        def record(self, stream: Any) -> None:
+            self.stream = stream
+
+        def query(self) -> bool:
+            return self.is_over
+
+        def synchronize(self) -> None:
+            self.is_over = True
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1.5 if self.stream is gpu.first and end.stream is not gpu.first else -1.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    begin = streams.Stamp(DEVICE)
+    with lanes.Lane(DEVICE).after(None):
+        end = streams.Stamp(DEVICE)
+    assert not end.has_passed()
+    end.wait()
+    assert end.has_passed()
+    assert end.ns_since(begin) == 1.5e6
+    times = iter([5, 12])
+    monkeypatch.setattr(streams.time, "monotonic_ns", lambda: next(times))
+    begin, end = (streams.Stamp(streams.HOST) for _ in range(2))
+    assert end.has_passed()
+    assert end.ns_since(begin) == 7
+
+
 def test_stamps_are_of_the_lane(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "Stamp", lambda device: gpu.current)
     lane = lanes.Lane(DEVICE)

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import runpy
 import statistics
 import time
 from dataclasses import replace
@@ -442,3 +443,24 @@ def test_the_command_measures_one_rank(tmp_path: Path, capsys: pytest.CaptureFix
     assert "rows=3 for 2 experts: wanted 2 for each at least" in capsys.readouterr().err
     assert command.main(["fit", str(tmp_path / "no" / "fit.json"), *small]) == 1
     assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [
+        ("measured", "{layer,fit,trace}"),
+        ("schedule", "{fit,trace}"),
+        ("calibrate", "--grads {main_grad,own}"),
+    ],
+)
+def test_commands_have_their_old_names_too(
+    name: str, commands: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module(f"flashmoe_megatron.{name}", run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: flashmoe_megatron.{name} [-h]")
+    assert commands in said

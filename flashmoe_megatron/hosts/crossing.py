@@ -17,12 +17,12 @@ from flashmoe_megatron.hosts.routes import Choices, LocalRoutes
 
 _Result = TypeVar("_Result")
 Later = Callable[[], _Result]
-"""Waits for what an exchange that is under way brings."""
+"""Waits for an exchange that is under way, and returns its result."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a host has made of tokens.
+    """A host's results for tokens.
 
     Attributes:
         host: It.
@@ -85,7 +85,7 @@ def parted(count: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ExactCrossing:
-    """Rows of one or several launches: own tokens, those that come from other hosts, or both.
+    """Rows of one or several launches: own tokens, tokens of other hosts, or both.
 
     Own tokens come first, then the others in the order of hosts.
 
@@ -121,7 +121,7 @@ class ExactCrossing:
 
         Args:
             choices: The call's routing.
-            leaves: ``[num_tokens, num_hosts]`` bool, which tokens cross to which host.
+            leaves: ``[num_tokens, num_hosts]`` bool, true where a token crosses to a host.
             sent: Sums of its columns.
             received: Rows that come from each host.
             host: This rank's.
@@ -220,7 +220,7 @@ class ExactCrossing:
         return later
 
     def back(self, rail: Rail, rows: torch.Tensor) -> list[Share]:
-        """What hosts make of this rank's tokens, under way. Collective over the rail."""
+        """Returns hosts' results for this rank's tokens, under way. Collective over the rail."""
         host = self.leaving.host
         if self.is_local:
             return [Share(host, None, rows, _nothing)]
@@ -267,7 +267,7 @@ class ExactCrossing:
 
 
 def _nothing() -> None:
-    """What is here needs no wait."""
+    """Does not wait: the result is here."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class FixedCrossing:
         return lambda: rows
 
     def back(self, rail: Rail, rows: torch.Tensor) -> list[Share]:
-        """What every host makes of this rank's tokens, under way. Collective over the rail."""
+        """Returns all hosts' results for this rank's tokens, under way. Collective over the rail."""
         returned, wait = self._return(rail, rows, is_rows=True)
         once = functools.cache(wait)
         return [

@@ -70,7 +70,7 @@ class HostGrid:
 
 
 def host_name() -> str:
-    """What tells this process's host from every other: its name and when it was started."""
+    """Returns an identity of this process's host: its name and when it was started."""
     given = os.environ.get(HOST_VARIABLE)
     if given:
         return given
@@ -217,7 +217,7 @@ def _members_alone(name: str) -> Iterator[None]:
 
     Else torch names such a group after the number of groups that a process is in, which differs
     among the members. And where the default group was bound to a device, it splits that group's
-    communicator, for which NCCL waits for all ranks, also those without an MoE layer.
+    communicator, and NCCL then waits for all ranks, also those without an MoE layer.
 
     Args:
         name: The same on all members, and no other group's.

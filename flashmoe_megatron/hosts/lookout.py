@@ -78,7 +78,7 @@ class Lookout:
 
 
 def _problem(one: _Expected) -> str | None:
-    """What has befallen an exchange: nothing (empty), or ``None`` while it is under way."""
+    """Returns the error of an exchange: empty if it had none, ``None`` while it is under way."""
     if one.result.done():
         kind = int(one.result.value())
         return "" if kind == 0 else f"NCCL's watchdog found an error of kind {kind}"

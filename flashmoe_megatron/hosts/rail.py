@@ -1,7 +1,7 @@
-"""What passes between hosts, over torch.distributed: small words of every rank, and rows.
+"""Traffic between hosts, over torch.distributed: small words of every rank, and rows.
 
-NCCL carries it on any fabric that it knows, gloo on processors. Messages are few and large: one for
-each other host of a rail, whatever the number of tokens.
+NCCL carries it on any fabric that it knows, gloo on CPUs. Messages are few and large: one for each
+other host of a rail, whatever the number of tokens.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ MOST_PENDING = 1024
 
 @dataclass
 class Crossed:
-    """What one rank has sent to other hosts.
+    """The amounts that one rank has sent to other hosts.
 
     Attributes:
         rows: Rows of ``hidden`` elements: tokens, shares of outputs, and gradients of both.
@@ -42,13 +42,13 @@ class Crossed:
     ns: float = 0.0
 
     def since(self, before: "Crossed") -> "Crossed":
-        """What has come since."""
+        """Returns the amounts since then."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(before), strict=True)
         return Crossed(*(now - then for now, then in pairs))
 
 
 class Stopwatch:
-    """Times exchanges: by the clock, or on a GPU's stream by events, for which nobody waits."""
+    """Times exchanges: by the clock, or on a GPU's stream by events, without a wait."""
 
     def __init__(self, crossed: Crossed) -> None:
         self._crossed = crossed
@@ -56,7 +56,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timed(self, device: torch.device) -> Iterator[None]:
-        """Adds the time of what is done within it."""
+        """Adds the time of its body."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             yield
             return

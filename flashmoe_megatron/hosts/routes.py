@@ -1,4 +1,4 @@
-"""Which experts tokens have chosen, as hosts tell each other: pairs of an expert and its weight."""
+"""Tokens' choices as hosts exchange them: pairs of an expert and its weight."""
 
 from dataclasses import dataclass
 

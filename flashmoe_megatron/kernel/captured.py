@@ -27,10 +27,10 @@ def dropped_by(drop: Drop) -> Iterator[None]:
 
 
 class Captured:
-    """What launches read, as far as some CUDA graph may have captured it.
+    """Memory that launches read, as far as some CUDA graph may have captured it.
 
-    Nobody tells when a graph is gone, so that nothing is given up before the process group's end;
-    and then only if all graphs can be dropped.
+    CUDA does not report when a graph is gone, so that nothing is given up before the process
+    group's end; and then only if all graphs can be dropped.
 
     Attributes:
         has_heap: Whether some graph has captured a launch on the group's present heap.

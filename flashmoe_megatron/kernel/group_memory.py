@@ -1,4 +1,4 @@
-"""What all layers of one expert-parallel group share on a GPU: heap, workspace and mailbox."""
+"""Memory that all layers of one expert-parallel group share on a GPU: heap, workspace, mailbox."""
 
 import contextlib
 import ctypes
@@ -27,9 +27,9 @@ logger = logging.getLogger("flashmoe_megatron")
 
 
 class Promised:
-    """What the other ranks count on: if a rank breaks it off, all make new memory.
+    """Guards a section that all ranks must finish: if a rank leaves it by an error, all reallocate.
 
-    They wait for its launch in vain, and its next one must not take part in that of theirs.
+    The others wait for its launch in vain, and its next launch must not take part in theirs.
     """
 
     def __init__(self, memory: "GroupMemory") -> None:
@@ -45,13 +45,13 @@ class Promised:
 
 
 class GroupMemory(EndsWithGroup):
-    """What all layers of one expert-parallel group share: heap, workspace and mailbox.
+    """Memory that all layers of one expert-parallel group share: heap, workspace and mailbox.
 
     Sized by the largest layer registered so far, allocated at the first call that needs it. All
     ranks build the same layers in the same order, so they allocate together.
 
-    Launches share it one behind the other, on whatever streams they are called. Those that a CUDA
-    graph replays are ordered by whoever replays it, and so are branches of one capture.
+    Launches use it one after the other, on whatever streams they are called. A program that replays
+    a CUDA graph orders the graph's launches itself, and so it does with branches of one capture.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class GroupMemory(EndsWithGroup):
         self._groups: dict[int, bindings.FlashMoEGroup] = {}  # by stream
         self.is_void = False
         """Some rank has given up waiting: ranks no longer agree on the launches, and all have to
-        allocate anew."""
+        allocate again.
+        """
         self.promised = Promised(self)
-        """Encloses what a rank owes the others once they count on it: its part in a launch."""
+        """Encloses a rank's part in a launch, which the other ranks wait for."""
         self._known_since: float | None = None
         self._last_record = bindings.FlashMoERecord()
         self._last_stream: int | None = None
@@ -102,7 +103,7 @@ class GroupMemory(EndsWithGroup):
         return self._heap.local.data_ptr()
 
     def needs(self, sizes: bindings.FlashMoESizes) -> bool:
-        """Whether the memory is smaller than ``sizes``, or laid out for other layers."""
+        """Returns whether the memory is smaller than ``sizes``, or laid out for other layers."""
         return (
             self._heap is None
             or self.is_void
@@ -112,7 +113,7 @@ class GroupMemory(EndsWithGroup):
         )
 
     def allocate(self, sizes: bindings.FlashMoESizes) -> None:
-        """Allocates anew, never less than before. Collective over the group.
+        """Allocates again, never less than before. Collective over the group.
 
         Raises:
             ConfigError: Ranks would lay the heap out differently, for layers that some have not; or
@@ -143,7 +144,7 @@ class GroupMemory(EndsWithGroup):
             self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
             mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8, device="cpu")
             self._mailbox = mailbox.pin_memory()
-        except RuntimeError as error:  # which all ranks are told, so that none waits for this one
+        except RuntimeError as error:  # all ranks learn of it, so that none waits for this one
             obstacle = error
         self._heap = symmetric.allocate(
             heap_bytes, self.group, self.device, self.options.symmetric_memory, obstacle
@@ -190,7 +191,7 @@ class GroupMemory(EndsWithGroup):
     def is_left(self) -> bool:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`.
 
-        Nobody waits for ranks of a group some of which have given up on others.
+        No rank waits for ranks of a group in which some have given up on others.
         """
         return self.is_void or self.has_fault or self._control is None or self._control.is_left()
 
@@ -228,7 +229,7 @@ class GroupMemory(EndsWithGroup):
         """
         self._raise_if_over()
         assert self._heap is not None
-        # What torch.cuda.current_stream() asks, without a stream object for every launch.
+        # The call within torch.cuda.current_stream(), without a stream object for every launch.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
             self._follow(stream)
@@ -248,7 +249,7 @@ class GroupMemory(EndsWithGroup):
         return group
 
     def _follow(self, stream: int) -> None:
-        """Puts the launches on this stream behind those on the last one: all share their memory."""
+        """Orders launches on this stream after those on the last one: all share their memory."""
         last, self._last_stream = self._last_stream, stream
         if last is not None and not torch.cuda.is_current_stream_capturing():
             # Not ExternalStream, which makes a stream of its own of 0, the default stream's handle.
@@ -257,10 +258,10 @@ class GroupMemory(EndsWithGroup):
 
     @contextlib.contextmanager
     def ahead(self, *used: torch.Tensor) -> Iterator[None]:
-        """Launches what is called within beside what the current stream gets behind it.
+        """Lets launches of its body run concurrently with later work of the current stream.
 
         Args:
-            *used: What the current stream has made for it.
+            *used: Tensors that the current stream has made for them.
         """
         if self._stream_ahead is None:
             self._stream_ahead = self._make_stream_ahead()
@@ -281,17 +282,17 @@ class GroupMemory(EndsWithGroup):
 
     @property
     def has_heap(self) -> bool:
-        """Whether there has been a call."""
+        """True if there has been a call."""
         return self._heap is not None
 
     @property
     def has_fault(self) -> bool:
-        """Whether a launch has left a fault that nobody has been told of."""
+        """True if a launch has left a fault that has not been raised yet."""
         return self._heap is not None and self._fault_code.value != 0
 
     @property
     def has_shared_fault(self) -> bool:
-        """Whether it is one that every rank's launch has left, and all raise in one call."""
+        """True if every rank's launch has left the same fault, which all raise in one call."""
         return self.has_fault and self._fault_code.value != bindings.PEER_TIMEOUT
 
     def unfollowed(self) -> tuple[int, ...]:
@@ -330,7 +331,7 @@ class GroupMemory(EndsWithGroup):
         return bindings.fault_error(fault)
 
     def take_records(self, num_ranks: int) -> list[LaunchRecord]:
-        """What launches have ended since the last call, oldest first; waits for none."""
+        """Returns records of launches ended since the last call, oldest first; waits for none."""
         if self._heap is None or self._is_over:
             return []
         group = self.open()

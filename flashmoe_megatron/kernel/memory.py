@@ -20,7 +20,7 @@ TRANSIENT_BYTES = 8 * 2**30
 """A forward that keeps nothing may take this much for the most rows that there can be."""
 
 DEFAULT_CTAS = 128
-"""The grid on a GPU of 132 multiprocessors of which 4 are left to other kernels."""
+"""The grid on a GPU of 132 multiprocessors; 4 are left to other kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class MemoryPlan:
         weight_maps: Descriptors of one layer's weights and of where their gradients go.
         kept: What one forward keeps for its backward: the plan, the received rows and the
             pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
-        forward: What a forward that a backward follows takes besides, while it runs: activations
-            and results of all rows, and rows that are not kept. One that keeps the inputs alone
-            does not count the rows first: its buffers are for the most that there can be, if that
-            is little.
+        forward: The further bytes of a forward that a backward follows, while it runs: activations
+            and results of all rows, and rows that are not kept. A forward that keeps the inputs
+            alone does not count the rows first: its buffers are for the most that there can be, if
+            that is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
             and results of all rows, partial sums of the probabilities' gradient, and what was not
             kept.
@@ -105,7 +105,7 @@ def transient_blocks(sizes: bindings.FlashMoESizes) -> int | None:
 
 
 def _transient_block_bytes(sizes: bindings.FlashMoESizes) -> int:
-    """What a forward that keeps nothing takes for each block of rows."""
+    """The bytes of a forward that keeps nothing, for each block of rows."""
     return int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
 
 

@@ -1,4 +1,4 @@
-"""Turns the library's record of a launch into the one that telemetry reads."""
+"""Turns the library's record of a launch into the record that telemetry reads."""
 
 from enum import IntEnum
 
@@ -12,7 +12,7 @@ from flashmoe_megatron.telemetry.record import (
 
 
 class Span(IntEnum):
-    """What a warp's time goes to: the spans of csrc/flashmoe/comm/kinds.cuh that counters add up.
+    """Work that a warp's time goes to: spans of csrc/flashmoe/comm/kinds.cuh that counters add up.
 
     The library counts by these numbers; tests compare them with the header's.
     """
@@ -36,7 +36,7 @@ WARPS = 12
 PROCESSOR_WARPS = 8
 """Warps of a CTA that multiply."""
 _REPLICA_WORDS = 4
-"""What a record says of replicas and routes beside the rows and experts of the spare slots."""
+"""A record's words on replicas and routes, besides the rows and experts of the spare slots."""
 _MOST_NS = 2**32 // WARPS
 """The longest launch whose times are known: all warps of a CTA add theirs into words of 32 bits."""
 
@@ -106,7 +106,7 @@ def launch_record(
 
 
 def _replicas(counts: list[int], spare_slots: int, is_backward: bool) -> ReplicaRecord:
-    """What spare slots did, from their rows, their experts, and what an expert's replicas move."""
+    """The record of spare slots, from their rows, their experts, and the size of a replica."""
     experts = counts[spare_slots : 2 * spare_slots]
     rows = tuple((expert, n) for expert, n in zip(experts, counts, strict=False) if expert >= 0)
     num_replicas, elements = counts[2 * spare_slots :]

@@ -18,7 +18,7 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.streams import Stamp
 
 LINK_TRIAL_BYTES = 32 * 2**20
-"""What is copied to measure a link: so much that the begin of the first copy counts for little."""
+"""Bytes copied to measure a link: so many that the begin of the first copy counts for little."""
 MOST_LINK_COPIES = 32
 """In how many copies at most. A heap that would take more tells nothing, since copies that small
 last as long as their begins."""
@@ -98,7 +98,7 @@ def allocate(
     handle = symm_mem.rendezvous(local, ranks.group)
     local.zero_()
     torch.cuda.synchronize(device)
-    ranks.meet()  # nobody signals into memory that is still being zeroed
+    ranks.meet()  # no rank signals into memory that is still being zeroed
     # Ranks that plan replicas by it have to agree.
     rate = float(_least(int(_link_rate(handle, nbytes, device)), ranks, device))
     return SymmetricAllocation(local, tuple(int(at) for at in handle.buffer_ptrs), rate)

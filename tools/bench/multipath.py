@@ -64,7 +64,7 @@ PUBLISHED = (
 """FlexLink's table on H800: operation, GPUs, GB/s of NCCL and of FlexLink (input over time)."""
 
 PCIE_GBPS, RDMA_GBPS, LATENCY_US = 22.0, 13.0, 20.0
-"""The constants of all rows beside NCCL's own rate: GB/s into each GPU, and each link's latency."""
+"""The constants of all rows besides NCCL's own rate: GB/s into each GPU, latency of a link."""
 
 LINKS = ("peer", "host")
 """In the order of shares: what is measured over them is the host's."""
@@ -78,11 +78,11 @@ PACER_LIMIT_S = 60.0  # its process imports torch first
 
 
 def table(step_us: float = 0.0) -> list[dict[str, Any]]:
-    """The balancer on simulated links, beside the published rows.
+    """Results of the balancer on simulated links, with the published rows.
 
     Args:
-        step_us: Latency of a relay in each step of a ring, of which a gather over n GPUs has n - 1
-            and a reduction twice as many.
+        step_us: Latency of a relay in each step of a ring; a gather over n GPUs has n - 1 steps and
+            a reduction twice as many.
     """
     rows = []
     for operation, ranks, nccl, published in PUBLISHED:
@@ -141,7 +141,7 @@ def sockets(rank: int, ranks: int, args: argparse.Namespace) -> None:
 
 
 class PacedCopies(PeerCopies):
-    """Peer copies that a process beside us lets go on at a rate, by the clock."""
+    """Peer copies that another process of this host lets go on at a rate, by the clock."""
 
     def __init__(self, control: Control, device: torch.device, gbps: float) -> None:
         super().__init__(control, device)
@@ -165,7 +165,7 @@ class PacedCopies(PeerCopies):
         driver.wait_value(stream, self._words, self._count)
 
     def has_arrived(self, count: int) -> bool:
-        """Whether this rank's streams have leave besides, without which they wait on."""
+        """Returns whether this rank's streams also have leave; else they wait on."""
         return super().has_arrived(count) and has_counted(self._orders.word(0), self._count)
 
     def release(self) -> None:
@@ -263,11 +263,11 @@ def _links(rank: int, about: dict[str, Any], both: Multipath) -> None:
 
 
 def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
-    """Gathers of 16 MiB to 1 GiB a rank beside NCCL's two ways, in turns; each is checked first.
+    """Gathers of 16 MiB to 1 GiB a rank and NCCL's two ways, alternately; each is checked first.
 
     A rank's input is its part of the output, as Megatron has it. Copy engines of NCCL's need memory
     that ranks share; peer copies are measured with and without.
-    What is below the size from which several links pay is NCCL's for all but the copy engines.
+    Below the size at which several links pay, all but the copy engines run NCCL's.
     """
     policy = dist.ProcessGroupNCCL.Options()
     policy.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
@@ -329,7 +329,7 @@ def _gathers(rank: int, about: dict[str, Any], device: torch.device) -> None:
 
 
 def _reductions(rank: int, about: dict[str, Any], device: torch.device) -> None:
-    """Sums in float32 of 64 to 512 MiB a rank beside NCCL's, in turns; each is checked first."""
+    """Sums in float32 of 64 to 512 MiB a rank and NCCL's, alternately; each is checked first."""
     plain = dist.new_group(backend="nccl")
     num_ranks = dist.get_world_size()
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -353,8 +353,8 @@ def _reductions(rank: int, about: dict[str, Any], device: torch.device) -> None:
 
 
 def _gbps(ways: dict[str, Callable[[], Any]], inbound: int) -> dict[str, float]:
-    """GB/s into a rank of each way, in turns, as the slowest rank has it."""
-    times = max(5, min(20, 2**33 // inbound))  # what is small has to be told from chance
+    """GB/s into a rank of each way, alternately, as the slowest rank has it."""
+    times = max(5, min(20, 2**33 // inbound))  # small transfers need more, against chance
     calls = {name: functools.partial(turn_ms, way, times) for name, way in ways.items()}
     taken = {name: statistics.median(each) for name, each in in_turns(calls, 5).items()}
     values: list[Any] = [None] * dist.get_world_size()
@@ -363,7 +363,7 @@ def _gbps(ways: dict[str, Callable[[], Any]], inbound: int) -> dict[str, float]:
 
 
 def _beside_launch(rank: int, about: dict[str, Any], device: torch.device) -> None:
-    """A layer of Qwen3-30B on each GPU, alone and while 256 MiB a rank are gathered beside it.
+    """A layer of Qwen3-30B on each GPU, alone and while 256 MiB a rank are gathered concurrently.
 
     The layer has to pass the correctness gate of ``bench_layer`` first.
     """
@@ -428,7 +428,7 @@ def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None
 
 
 def _one_way(both: Multipath, size: int) -> list[Piece]:
-    """What every even rank sends to the next one; with two ranks, one direction."""
+    """The pieces that every even rank sends to the next one; with two ranks, one direction."""
     empty = torch.empty(0, dtype=torch.uint8, device=both.device)
     sends = both.rank % 2 == 0
     full = torch.zeros(size, dtype=torch.uint8, device=both.device)
@@ -483,7 +483,7 @@ def _rate(
 
 
 def _marked() -> torch.cuda.Event:
-    """An event behind what has been issued, for which a host waits without spinning."""
+    """An event after all issued work; a host waits for it without spinning."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

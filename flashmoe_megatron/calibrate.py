@@ -7,13 +7,9 @@ r"""Measures a layer on 2 GPUs, once, for the overlap efficiency of runs on more
         --grads main_grad
 
 The file then goes to ``--flashmoe-calibration``, or to ``"calibration"`` in DeepSpeed's section.
-Tokens are those of one rank and call, as in the run; routing is uniform at random. ``--grads``,
-``--row-bound`` and ``--keep`` have to be as in the run, too, since they change what a launch does
-and what is a launch of its own: a run refuses a file that differs in them. What ``--keep auto``
-takes depends on the number of ranks: give the mode that the run's log names. Backends, degrees and
-exchanges are not compared. Measuring another layer into the same file adds it, and the same layer
-in another way replaces it.
-Without a GPU the reference backend is measured.
+Tokens are those of one rank and call, as in the run. A run refuses a file that differs from it in
+``--grads``, ``--row-bound`` or ``--keep``. Another layer is added to the file, and the same layer
+in another way replaces it. Without a GPU the reference backend is measured.
 """
 
 import sys

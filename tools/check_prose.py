@@ -49,6 +49,7 @@ PLAIN = (
     "flashmoe_megatron/run.py",
     "flashmoe_megatron/schedule.py",
     "flashmoe_megatron/select.py",
+    "flashmoe_megatron/streams.py",
     "flashmoe_megatron/telemetry",
     "flashmoe_megatron/torch_groups.py",
     "flashmoe_megatron/torchtitan.py",

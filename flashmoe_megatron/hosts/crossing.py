@@ -323,7 +323,7 @@ class FixedCrossing:
         return lambda: rows
 
     def back(self, rail: Rail, rows: torch.Tensor) -> list[Share]:
-        """Returns all hosts' results for this rank's tokens, under way. Collective over the rail."""
+        """Returns all hosts' results for this rank's tokens, under way. Collective over a rail."""
         returned, wait = self._return(rail, rows, is_rows=True)
         once = functools.cache(wait)
         return [

@@ -1220,9 +1220,9 @@ MUTATIONS = (
     ),
     Mutation(
         "columns of probabilities are not sorted with their routes",
-        "plan",
-        "token_idx, column_idx = token_idx[by_expert], column_idx[by_expert]",
-        "token_idx = token_idx[by_expert]",
+        "sort_routes",
+        "column_of.reshape(-1)[order]",
+        "column_of.reshape(-1)",
         "tests/unit/test_choices.py::test_both_forms_are_equal_bit_by_bit",
     ),
     Mutation(
@@ -1346,11 +1346,11 @@ MUTATIONS = (
         "::test_ranks_without_a_backward_are_named[reference-2-inputs]",
     ),
     Mutation(
-        "the reference takes the mark of a rank without a backward for rows",
-        "plan",
-        "told[list(unfollowed)] -= UNFOLLOWED",
-        "pass",
-        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[reference-4-all]",
+        "the planner of replicas takes the mark of a rank without a backward for routes",
+        "place",
+        "without_marks(told)",
+        "told",
+        "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[replicas]",
     ),
     Mutation(
         "the device takes the mark of a rank without a backward for rows",
@@ -1362,8 +1362,8 @@ MUTATIONS = (
     Mutation(
         "where all ranks know all counts they take the mark of a rank without a backward for rows",
         "plan",
-        "without_marks(Table.of(others[num_received:], num_experts))",
-        "Table.of(others[num_received:], num_experts)",
+        "without_marks(Table.of(others[num_received:], config.num_experts))",
+        "Table.of(others[num_received:], config.num_experts)",
         "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[two steps]",
     ),
     Mutation(

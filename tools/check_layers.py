@@ -76,11 +76,13 @@ MULTIPATH = [
     ["multipath"],
 ]
 SEPARATE = [
-    ["activations", "hooks", "lanes", "model"],
-    ["gaps", "plan", "products", "rows"],
-    ["exchange", "kernels", "plain", "records", "replicas", "slices", "tensor"],
+    ["activations", "hooks", "lanes", "model", "rows"],
+    ["gaps", "plan", "products"],
+    ["exchange", "kernels", "plain", "records", "slices", "tensor"],
     ["agreement", "copies", "degree", "steps", "ways"],
-    ["backend", "reference"],
+    ["replicas"],
+    ["backend"],
+    ["reference"],
 ]
 MEASURED = [
     ["clock", "files", "layer", "line", "start"],

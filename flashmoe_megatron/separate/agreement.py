@@ -10,7 +10,7 @@ from flashmoe_megatron.config import MoEConfig, count_row_blocks
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
 from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.separate import lanes
-from flashmoe_megatron.separate.exchange import Counts, Exchange
+from flashmoe_megatron.separate.exchange import Counts, Exchange, counts_between
 from flashmoe_megatron.separate.plan import (
     Routes,
     Sizes,
@@ -55,6 +55,7 @@ class Agreement:
         exchange: Exchange,
         *,
         most_blocks: int | None,
+        tells_all: bool = False,
     ) -> None:
         """Binds it to the ranks.
 
@@ -64,12 +65,19 @@ class Agreement:
             tensor: The ranks that share experts, if any do.
             exchange: Carries rows between them.
             most_blocks: As the attribute.
+            tells_all: Whether every rank has to know all counts, be it that rows need them or not.
         """
         self._config, self._talk, self._tensor = config, talk, tensor
         self._exchange, self.most_blocks = exchange, most_blocks
+        self._tells_all = tells_all or exchange.needs_all_counts
         self._here: torch.Tensor | None = None
         self.is_alone = talk.ranks.group is None and tensor is None
         self.unfollowed: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the expert-parallel group."""
+        return self._talk.rank
 
     def tell(self, counts: torch.Tensor, *, followed: bool = True) -> Heard:
         """Tells all ranks the numbers of routes, and whether this one has a backward of the call.
@@ -85,6 +93,18 @@ class Agreement:
         heard = (counts, received, *([] if everyone is None else [everyone]))
         wait = self.host_counts(torch.cat([one.reshape(-1) for one in heard]))
         return Heard(received.contiguous().view(-1, self._config.num_local_experts), wait)
+
+    def told_by_all(self, heard: Heard) -> Table:
+        """Waits for ``[rank][expert]``, what all ranks have told where every rank hears all."""
+        num_experts = self._config.num_experts
+        told = heard.wait()
+        return Table.of(
+            told if self.is_alone else told[-num_experts * self._config.num_ranks :], num_experts
+        )
+
+    def gather(self, counts: torch.Tensor) -> Table:
+        """Gathers ``[num_experts]`` counts of every rank. Collective."""
+        return Table(map(tuple, self._talk.gather_counts(counts).tolist()))
 
     def plan(
         self,
@@ -108,16 +128,13 @@ class Agreement:
             FlashMoEError: What a rank refuses, or rows beyond the bound, on every rank.
         """
         config = self._config
-        num_experts, local = config.num_experts, config.num_local_experts
         first_source = 0 if self._tensor is None else self._tensor.rank * config.num_ranks
-        host = heard.wait()
-        own, others = host[:num_experts], host if self.is_alone else host[num_experts:]
+        host, num_sent, num_received = heard.wait(), len(found.counts), heard.received.numel()
+        own, others = host[:num_sent], host if self.is_alone else host[num_sent:]
         all_counts = None
         if self._exchange.needs_all_counts:
-            num_received = len(others) - config.num_ranks * num_experts
-            all_counts = without_marks(Table.of(others[num_received:], num_experts))
-            others = others[:num_received]
-        told = Table.of(others, local)
+            all_counts = without_marks(Table.of(others[num_received:], config.num_experts))
+        told = Table.of(others[:num_received], heard.received.shape[1])
         host_received = without_marks(told)
         self._raise_unusable(own, host_received, first_source, probs, routing_map)
         self._check_bound(host_received, all_counts, found.counts)
@@ -127,7 +144,8 @@ class Agreement:
         # Ranks that share experts are in other groups, with the same numbers.
         sources = unfollowed_ranks([counts[0] for counts in told])
         self.unfollowed = tuple(sorted({source % config.num_ranks for source in sources}))
-        routes = found.routes(Table.of(own, local), host_received, received, first_source)
+        sent = Table.of(own, num_sent // config.num_ranks)
+        routes = found.routes(sent, host_received, received, first_source)
         return routes, all_counts
 
     def refuse(self, reason: str, device: torch.device) -> None:
@@ -181,15 +199,9 @@ class Agreement:
         """``[source][target]`` rows of each part; without all ranks' counts, where this rank is."""
         if all_counts is not None:
             return cut_table(all_counts, self._config.num_local_experts, len(parts))
-        rank, ranks = self._talk.rank, range(self._config.num_ranks)
-        found: list[Counts] = []
-        for part in parts:
-            known = [[0] * len(ranks) for _ in ranks]
-            for other in ranks:
-                known[other][rank] = part.recv_counts[routes.first_source + other]
-                known[rank][other] = part.send_counts[other]
-            found.append(known)
-        return found
+        rank = self._talk.rank
+        mine = slice(routes.first_source, routes.first_source + self._config.num_ranks)
+        return [counts_between(rank, part.send_counts, part.recv_counts[mine]) for part in parts]
 
     def _raise_unusable(
         self,
@@ -238,7 +250,7 @@ class Agreement:
             ``[num_ranks, num_local_experts]``, what each rank tells this one; and all that they
             tell, ``[num_ranks, num_experts]``, where every rank needs it.
         """
-        if not self._exchange.needs_all_counts:
+        if not self._tells_all:
             return self._talk.tell_counts(told), None
         table = self._talk.gather_counts(told)
         local = self._config.num_local_experts

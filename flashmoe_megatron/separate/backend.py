@@ -1,8 +1,9 @@
-"""The scheduled backend: separate kernels of torch and NCCL, cut into parts that overlap.
+"""The backend of separate kernels of torch and NCCL, cut into parts that overlap.
 
-Every expert's rows are cut into as many parts as the degree says. While one part is computed, the
-next ones arrive and results of the last ones leave. Gradients of weights are computed over all rows
-at once, behind the last part, while gradients of tokens leave.
+It has two names: "scheduled", and "reference" with plain steps in one part. Every expert's rows are
+cut into as many parts as the degree says. While one part is computed, the next ones arrive and
+results of the last ones leave. Gradients of weights are computed over all rows at once, after the
+last part, while gradients of tokens leave.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.backend import (
+    MATRIX,
     VECTOR,
     ExpertWeights,
     Together,
     TrafficCounters,
     Untold,
     WeightGrad,
+    unstacked,
 )
 from flashmoe_megatron.checks import (
     check_grad_out,
@@ -33,6 +36,7 @@ from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import OfGroup, Ranks
+from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.activations import accumulation_dtype
@@ -51,20 +55,24 @@ from flashmoe_megatron.separate.hooks import Call, Hooks, of_part
 from flashmoe_megatron.separate.lanes import Lane
 from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
 from flashmoe_megatron.separate.products import (
-    add_weight_grad,
     bias_grad,
-    is_grouped,
-    product,
     stack_of,
     store,
+    turned,
 )
-from flashmoe_megatron.separate.records import Laps, Records
+from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
+from flashmoe_megatron.separate.replicas import Replicas, add_replica_grads, with_replicas
 from flashmoe_megatron.separate.rows import RowExchange
 from flashmoe_megatron.separate.slices import GradientSlices
-from flashmoe_megatron.separate.steps import steps_for
+from flashmoe_megatron.separate.steps import Steps, steps_for
 from flashmoe_megatron.separate.tensor import TensorGroup
 from flashmoe_megatron.separate.ways import Way, Ways, arrived, returned
 from flashmoe_megatron.telemetry.record import LaunchRecord, read_launch_number
+
+_Pair = tuple[torch.Tensor, torch.Tensor, Sequence[WeightGrad]]
+"""Rows by expert whose ``left.T @ right`` are gradients of matrices, and where these go."""
+_Summands = tuple[torch.Tensor, Sequence[WeightGrad]]
+"""Rows by expert whose sums are gradients of biases, and where these go."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class _Saved:
         row_probs: ``[rows]``, their routing weights.
         preact: ``[rows, fc1_rows]``, the first projection's outputs.
         layer: The number that the caller gave the layer.
+        placement: Where replicas are, ``None`` where there are no spare slots.
     """
 
     routes: Routes
@@ -92,9 +101,10 @@ class _Saved:
     row_probs: torch.Tensor
     preact: torch.Tensor
     layer: int
+    placement: Placement | None
 
 
-class ScheduledBackend(OfGroup):
+class SeparateBackend(OfGroup):
     """Routed experts in parts; implements :class:`~flashmoe_megatron.backend.Backend`.
 
     Rows travel unpadded and nothing is dropped. The host waits once in a forward, for the counts of
@@ -106,84 +116,61 @@ class ScheduledBackend(OfGroup):
         degrees: Parts in forward and in backward.
         hooks: Called before and after the stages of every call.
         slices: What is reduced in a backward's gaps, ``None`` for nothing.
-        traffic: What this rank has sent so far; it pads nothing.
+        traffic: What this rank has sent so far.
     """
 
     def __init__(
         self,
         config: MoEConfig,
-        group: dist.ProcessGroup | None = None,
+        talk: RowExchange,
+        exchange: Exchange,
         *,
-        device: torch.device | None = None,
-        options: BackendOptions | None = None,
-        grid: HostGrid | None = None,
+        options: BackendOptions,
+        device: torch.device,
+        moments: frozenset[str],
         degrees: tuple[int, int] = (1, 1),
-        tensor_group: dist.ProcessGroup | None = None,
+        tensor: TensorGroup | None = None,
+        replicas: Replicas | None = None,
+        takes_split: bool = False,
     ) -> None:
-        """Binds the layer to its process groups. Collective over them.
+        """Puts a layer together.
 
         Args:
             config: The layer's shape.
-            group: The expert-parallel group, ``None`` for one rank.
-            device: Where tokens will be, by default the CPU.
+            talk: Tells the ranks of the expert-parallel group the numbers of rows.
+            exchange: Carries rows between them.
             options: How the layer runs.
-            grid: How the ranks lie on hosts; ``None`` where they share one.
+            device: Where tokens will be.
+            moments: Which moments of calls records have, or none.
             degrees: Parts in forward and in backward.
-            tensor_group: The ranks that share each expert, of which every one has a slice of the
-                intermediate dimension, ``config.intermediate`` wide; ``None`` for whole experts.
-
-        Raises:
-            ConfigError: The group's size is not ``config.num_ranks``, spare slots are asked for, or
-                the exchange needs several hosts of several ranks, GPUs of one host, or whole
-                experts.
-            FlashMoEError: Rows are to be copied between GPUs that cannot write into each other's
-                memory.
+            tensor: The ranks that share each expert, if any do.
+            replicas: The spare slots, if there are any.
+            takes_split: As the protocol has it.
         """
-        options = options or BackendOptions()
-        if options.filled_slots:
-            raise ConfigError(
-                f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
-                "another backend"
-            )
         self.config = config
         self.degrees = degrees
         self.hooks = Hooks()
         self.slices: GradientSlices | None = None
         self.keep: Keep = choose_keep(options.keep, config)
-        talk = RowExchange(config, group)
         self.rank, self.traffic = talk.rank, talk.traffic
-        self._device = device or torch.device("cpu")
-        self._tensor = None
-        if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:
-            self._tensor = TensorGroup(tensor_group, self.traffic, self._device)
         self.num_calls = 0
-        self.takes_split = False
+        self.takes_split = takes_split
+        self._device, self._tensor, self._replicas = device, tensor, replicas
         self._untold = Untold()
-        self._exchange = _make_exchange(
-            options,
-            talk.ranks,
-            grid,
-            self.traffic,
-            self._device,
-            is_cut=self._tensor is not None,
-        )
+        self._exchange = exchange
         most_blocks = None
-        if options.row_bound is not None:
-            most_blocks = bounded_row_blocks(config, options.row_bound)
+        if options.row_bound is not None:  # every spare slot, too, may fill one block in part
+            most_blocks = bounded_row_blocks(config, options.row_bound) + options.filled_slots
         self._agreement = Agreement(
             config,
             talk,
-            self._tensor,
-            self._exchange,
+            tensor,
+            exchange,
             most_blocks=most_blocks,
+            tells_all=replicas is not None,
         )
-        self._ways = Ways(
-            self._exchange,
-            self._tensor,
-            config.num_ranks,
-            travels=not self._agreement.is_alone,
-        )
-        self._records = Records(self.rank, counts=options.counters)
+        self._ways = Ways(exchange, tensor, config.num_ranks, travels=not self._agreement.is_alone)
+        self._records = Records(config, self.rank, moments)
         self._checked: tuple[Any, ...] | None = None
 
     @property
@@ -254,20 +241,24 @@ class ScheduledBackend(OfGroup):
             probs = hooked("after", "gate", probs, call)
         self._device = x.device
         self.num_calls += 1
-        steps = steps_for(x)
+        steps = self._steps_for(x)
         found = steps.sort_routes(config, probs, routing_map)
-        degree = self._degree(0)
-        if self._needs_no_counts(weights, found, degree, x):
+        degree = self.degrees[0]
+        if self._needs_no_counts(weights, found, degree, steps.is_grouped(x)):
             return self._forward_alone(
                 found, x, probs, routing_map, weights, laps, training=training, layer=layer
             )
         is_followed = training if followed is None else followed
-        heard = self._agreement.tell(found.counts, followed=is_followed)
+        heard, placement = self._agreement.tell(found.counts, followed=is_followed), None
+        if self._replicas is not None:
+            found, heard, placement = self._replicas.place(self._agreement, found, heard, layer)
         cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
         probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         every, ready = self._ways.collect(x, cut.token_idx, degree)
         routes, all_counts = self._agreement.plan(heard, found, probs, routing_map)
         routes.cuts[degree] = cut
+        self._count_pads(routes)
+        weights, moved = self._of_slots(weights, placement)
         laps.lap("plan")
         sizes, counts, whole_size, total = self._sizes(routes, all_counts, degree)
         num_routes = len(routes.token_idx)
@@ -281,8 +272,9 @@ class ScheduledBackend(OfGroup):
         parts, whole = routes.parts(degree, steps.index_rows)
         is_whole = degree == 1
         row_probs = arrived(of_probs, whole)
+        laps.lap("dispatch")
 
-        fc1, fc2 = _oriented(weights)
+        fc1, fc2 = steps.matrices(weights)
         biases1, biases2 = _biases(weights)
         keeps_rows = training and self.keep != "preactivations"
         rows = preact = None
@@ -294,17 +286,16 @@ class ScheduledBackend(OfGroup):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            pre = product(mine, fc1, part.ends, part.counts)
+            pre = steps.product(mine, fc1, part.ends, part.counts)
             if biases1 is not None:
                 pre += biases1[_experts(part)]
             weight = picked(row_probs, part.rows)
             activated = steps.weighted_activation(config, pre, weight)
-            out_rows = product(activated, fc2, part.ends, part.counts)
+            out_rows = steps.product(activated, fc2, part.ends, part.counts)
             if biases2 is not None:
                 wide = accumulation_dtype(x.dtype)
-                out_rows += (weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)).to(
-                    x.dtype
-                )
+                out_rows += weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)
+            laps.lap("products")
             back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
             if training and is_whole:
                 preact, rows = pre, (mine if keeps_rows else None)
@@ -313,22 +304,30 @@ class ScheduledBackend(OfGroup):
                 steps.put_rows(preact, part.rows, pre)
                 if rows is not None:
                     steps.put_rows(rows, part.rows, mine)
-        laps.lap("experts")
+        laps.lap("parts")
         out = steps.sum_routes(returned(back, room), cut.place)
         out = hooked("after", "combine", out, Call.of("forward", layer))
         laps.lap("combine")
-        self._records.end(laps, routes, layer, "forward", num_tokens=len(x))
+        self._records.end(
+            laps,
+            routes,
+            layer,
+            "forward",
+            num_tokens=len(x),
+            placement=placement,
+            replica_bytes=moved,
+        )
         if not training:
             return out, None
         assert preact is not None
         kept = None if keeps_rows else x
         num_columns = probs.shape[1]
         return out, _Saved(
-            routes, all_counts, len(x), num_columns, rows, kept, row_probs, preact, layer
+            routes, all_counts, len(x), num_columns, rows, kept, row_probs, preact, layer, placement
         )
 
     def _needs_no_counts(
-        self, weights: ExpertWeights, found: Sorted, degree: int, x: torch.Tensor
+        self, weights: ExpertWeights, found: Sorted, degree: int, is_grouped: bool
     ) -> bool:
         """Whether a forward can be issued whole before the host knows how many rows there are."""
         return (
@@ -339,7 +338,7 @@ class ScheduledBackend(OfGroup):
             and not weights.fc1_bias
             and not weights.fc2_bias
             and len(found.token_idx) > 0
-            and is_grouped(x)
+            and is_grouped
         )
 
     def _forward_alone(
@@ -358,15 +357,15 @@ class ScheduledBackend(OfGroup):
 
         Rows are as many as there can be; none is read that no expert has.
         """
-        config, steps = self.config, steps_for(x)
+        config, steps = self.config, self._steps_for(x)
         counts = self._agreement.host_counts(found.counts)
         laps.lap("plan")
-        fc1, fc2 = _oriented(weights)
+        fc1, fc2 = steps.matrices(weights)
         rows = x.index_select(0, found.token_idx)
-        preact = product(rows, fc1, found.ends, ())
+        preact = steps.product(rows, fc1, found.ends, ())
         activated = steps.weighted_activation(config, preact, found.row_probs)
-        out_rows = product(activated, fc2, found.ends, ())
-        laps.lap("experts")
+        out_rows = steps.product(activated, fc2, found.ends, ())
+        laps.lap("parts")
         out = steps.sum_routes(out_rows, found.place)
         laps.lap("combine")
         routes = self._agreement.plan_alone(counts(), found, probs, routing_map)
@@ -385,6 +384,7 @@ class ScheduledBackend(OfGroup):
             found.row_probs[:num],
             preact[:num],
             layer,
+            None,
         )
 
     def put_off(self, error: FlashMoEError) -> None:
@@ -401,6 +401,8 @@ class ScheduledBackend(OfGroup):
             FlashMoEError: What has ended the exchange, of which they know themselves.
         """
         self._exchange.raise_if_broken()
+        if self._replicas is not None:
+            self._replicas.forget()
         self.num_calls += 1
         self._agreement.refuse(reason, self._device)
 
@@ -435,7 +437,7 @@ class ScheduledBackend(OfGroup):
         laps = self._records.begin(grad_out.device)
         self._exchange.restart()
         routes: Routes = saved.routes
-        degree, steps = self._degree(1), steps_for(grad_out)
+        degree, steps = self.degrees[1], self._steps_for(grad_out)
         if degree not in routes.cuts:
             routes.cuts[degree] = steps.cut_routes(
                 routes.token_idx, routes.place, routes.ends, degree
@@ -459,8 +461,10 @@ class ScheduledBackend(OfGroup):
         is_whole = degree == 1
         if self.slices is not None:
             self.slices.take(read_launch_number(saved.layer).layer, self._exchange.lane)
-        fc1_t, fc2_t = (weight.transpose(1, 2) for weight in _oriented(weights))
+        weights, moved = self._of_slots(weights, saved.placement)
+        fc1_t, fc2_t = map(turned, steps.matrices(weights))
         _, biases2 = _biases(weights)
+        laps.lap("dispatch")
         wide = accumulation_dtype(grad_out.dtype)
         grad_row_probs = saved.row_probs.new_empty(routes.num_rows, dtype=wide)
         grad_y = grad_pre = weighted = None
@@ -473,7 +477,7 @@ class ScheduledBackend(OfGroup):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            grad_weighted = product(mine, fc2_t, part.ends, part.counts)
+            grad_weighted = steps.grad_product(mine, fc2_t, part.ends, part.counts)
             pre_part, prob_part, weighted_part = steps.weighted_activation_backward(
                 config,
                 picked(saved.preact, part.rows),
@@ -482,7 +486,8 @@ class ScheduledBackend(OfGroup):
             )
             if biases2 is not None:
                 prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
-            grad_rows = product(pre_part, fc1_t, part.ends, part.counts)
+            grad_rows = steps.product(pre_part, fc1_t, part.ends, part.counts)
+            laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
             if is_whole:
                 grad_y, grad_pre, weighted, grad_row_probs = (
@@ -505,28 +510,45 @@ class ScheduledBackend(OfGroup):
         of_probs = self._ways.back(
             grad_row_probs, total, whole, room_of_probs and room_of_probs.slots[0]
         )
-        laps.lap("experts")
+        laps.lap("parts")
 
         assert grad_y is not None
         assert grad_pre is not None
         assert weighted is not None
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
-        pairs = ((rows, grad_pre, grad_fc1), (weighted, grad_y, grad_fc2))
-        for inputs, grads, targets in pairs:
-            left, right = (inputs, grads) if weights.transposed else (grads, inputs)
-            add_weight_grad(targets, left, right, whole.ends, whole.counts)
-        if grad_fc1_bias:
-            store(grad_fc1_bias, bias_grad(grad_pre, whole.counts), VECTOR)
+        pairs: list[_Pair] = [(grad_pre, rows, grad_fc1), (grad_y, weighted, grad_fc2)]
+        if weights.split:  # all gates and behind them all ups
+            gate, up = grad_pre.chunk(2, dim=1)
+            gates, ups = _halves(grad_fc1)
+            pairs[:1] = [(gate, rows, gates), (up, rows, ups)]
+        if weights.transposed:
+            pairs = [(right, left, targets) for left, right, targets in pairs]
+        summands: list[_Summands] = [(grad_pre, grad_fc1_bias)] if grad_fc1_bias else []
         if grad_fc2_bias:
             weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
-            store(grad_fc2_bias, bias_grad(weighted_y, whole.counts), VECTOR)
+            summands.append((weighted_y, grad_fc2_bias))
+        if saved.placement is None:
+            for left, right, targets in pairs:
+                steps.add_weight_grad(targets, left, right, whole.ends, whole.counts)
+            for each, targets in summands:
+                store(targets, bias_grad(each, whole.counts), VECTOR)
+        else:
+            moved += self._add_with_replicas(steps, saved.placement, pairs, summands, whole)
         laps.lap("weights")
         grad_x = steps.sum_routes(returned(back, room), cut.place)
         grad_x = self.hooks.run("after", "combine", grad_x, Call.of("backward", saved.layer))
         grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
         grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.wait().to(grad_probs.dtype))
         laps.lap("combine")
-        self._records.end(laps, routes, saved.layer, "backward", num_tokens=saved.num_tokens)
+        self._records.end(
+            laps,
+            routes,
+            saved.layer,
+            "backward",
+            num_tokens=saved.num_tokens,
+            placement=saved.placement,
+            replica_bytes=moved,
+        )
         if self.slices is not None:
             self.slices.leave(read_launch_number(saved.layer).layer)
         if is_void:
@@ -534,10 +556,45 @@ class ScheduledBackend(OfGroup):
             grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
+    def _steps_for(self, x: torch.Tensor) -> Steps:
+        """Chooses the steps for tokens such as these."""
+        return steps_for(x)
+
+    def _count_pads(self, routes: Routes) -> None:
+        """Counts pad rows, of which there are none."""
+
+    def _of_slots(
+        self, weights: ExpertWeights, placement: Placement | None
+    ) -> tuple[ExpertWeights, int]:
+        """The weights of all slots that hold an expert, and the bytes that came for them."""
+        if placement is None:
+            return weights, 0
+        return with_replicas(self._exchange, weights.per_expert(), placement)
+
+    def _add_with_replicas(
+        self,
+        steps: Steps,
+        placement: Placement,
+        pairs: Sequence[_Pair],
+        summands: Sequence[_Summands],
+        whole: Part,
+    ) -> int:
+        """Adds or writes gradients of weights, those of replicas included; returns their bytes."""
+        values = [
+            steps.weight_grad(left, right, whole.ends, whole.counts) for left, right, _ in pairs
+        ]
+        values += [bias_grad(each, whole.counts) for each, _ in summands]
+        moved = add_replica_grads(self._exchange, placement, values)
+        targets = [of_pair for *_, of_pair in pairs] + [of_bias for _, of_bias in summands]
+        for kind, value in zip(targets, values, strict=True):
+            store(kind, value[: placement.num_local_experts], value.dim() - 1)
+        return moved
+
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
         """Checks weights unless the last ones looked the same."""
-        looks = (
+        looks: tuple[Any, ...] | None = (
             weights.transposed,
+            weights.split,
             device,
             *(
                 (kind, type(one), one.shape, one.stride(), one.dtype, one.device)
@@ -549,9 +606,6 @@ class ScheduledBackend(OfGroup):
         if looks != self._checked:
             check_weights(self.config, weights, device)
             self._checked = looks
-
-    def _degree(self, direction: int) -> int:
-        return self.degrees[direction]
 
     def _sizes(
         self, routes: Routes, all_counts: Table | None, degree: int
@@ -596,6 +650,63 @@ class ScheduledBackend(OfGroup):
         return self._ways.back(rows, counts, part, slot)
 
 
+class ScheduledBackend(SeparateBackend):
+    """The backend by the name "scheduled": several parts, any way between ranks, shared experts."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        options: BackendOptions | None = None,
+        grid: HostGrid | None = None,
+        degrees: tuple[int, int] = (1, 1),
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Binds the layer to its process groups. Collective over them.
+
+        Args:
+            config: The layer's shape.
+            group: The expert-parallel group, ``None`` for one rank.
+            device: Where tokens will be, by default the CPU.
+            options: How the layer runs.
+            grid: How the ranks lie on hosts; ``None`` where they share one.
+            degrees: Parts in forward and in backward.
+            tensor_group: The ranks that share each expert, of which every one has a slice of the
+                intermediate dimension, ``config.intermediate`` wide; ``None`` for whole experts.
+
+        Raises:
+            ConfigError: The group's size is not ``config.num_ranks``, spare slots are asked for, or
+                the exchange needs several hosts of several ranks, GPUs of one host, or whole
+                experts.
+            FlashMoEError: Rows are to be copied between GPUs that cannot write into each other's
+                memory.
+        """
+        options, device = options or BackendOptions(), device or torch.device("cpu")
+        if options.filled_slots:
+            raise ConfigError(
+                f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
+                "another backend"
+            )
+        talk, tensor = RowExchange(config, group), None
+        if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:
+            tensor = TensorGroup(tensor_group, talk.traffic, device)
+        exchange = _make_exchange(
+            options, talk.ranks, grid, talk.traffic, device, is_cut=tensor is not None
+        )
+        super().__init__(
+            config,
+            talk,
+            exchange,
+            options=options,
+            device=device,
+            moments=IN_PARTS if options.counters else frozenset(),
+            degrees=degrees,
+            tensor=tensor,
+        )
+
+
 def _make_exchange(
     options: BackendOptions,
     ranks: Ranks,
@@ -638,10 +749,14 @@ def _experts(part: Part) -> torch.Tensor:
     return experts.repeat_interleave(counts, output_size=sum(part.counts))
 
 
-def _oriented(weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[experts, hidden, fc1_rows]`` and ``[experts, intermediate, hidden]``."""
-    fc1, fc2 = stack_of(weights.fc1), stack_of(weights.fc2)
-    return (fc1, fc2) if weights.transposed else (fc1.transpose(1, 2), fc2.transpose(1, 2))
+def _halves(grads: Sequence[WeightGrad]) -> tuple[list[WeightGrad], list[WeightGrad]]:
+    """Cuts the gradients of matrices, one for each expert, into those of gates and of ups."""
+    every = [
+        WeightGrad(buffer, grad.accumulate)
+        for grad in grads
+        for buffer in unstacked([grad.buffer], MATRIX)
+    ]
+    return every[: len(every) // 2], every[len(every) // 2 :]
 
 
 def _biases(weights: ExpertWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:

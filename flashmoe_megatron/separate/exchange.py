@@ -17,7 +17,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.options import ExchangeKind
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.separate.lanes import Lane, Mark
+from flashmoe_megatron.separate.lanes import Lane, Mark, mark, wait
 
 Counts = Sequence[Sequence[int]]
 Kind = Literal["direct", "copies", "1dh", "2dh"]
@@ -46,6 +46,21 @@ def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> 
     if kind != "direct" and not has_levels:
         raise ConfigError(f"{here}: wanted several hosts with several ranks each, or 'direct'")
     return kind
+
+
+def counts_between(rank: int, sent: Sequence[int], received: Sequence[int]) -> Counts:
+    """``[source][target]`` rows where only this rank's are known, and the others' zero.
+
+    Args:
+        rank: This one.
+        sent: Its rows to each rank.
+        received: Its rows from each rank.
+    """
+    known = [[0] * len(sent) for _ in sent]
+    for other, count in enumerate(received):
+        known[other][rank] = count
+    known[rank] = list(sent)
+    return known
 
 
 def row_bytes(rows: torch.Tensor) -> int:
@@ -167,6 +182,22 @@ class Exchange:
         with self.ranks.bounded:
             self._send(slot, send, counts, ready)
         return self._between.mark()
+
+    def swap(
+        self, send: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Sends each rank its rows, and waits on the current stream for theirs; see :meth:`run`.
+
+        Args:
+            send: Contiguous rows, by rank.
+            sent: How many go to each rank.
+            received: How many come from each.
+        """
+        counts, slot = counts_between(self.rank, sent, received), Slot(send)
+        if not self.is_alone:
+            (slot,) = self.room([counts], send).slots
+        wait(send.device, self.run(slot, send, counts, mark(send.device)))
+        return slot.rows
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         from_ranks = [row[self.rank] for row in counts]

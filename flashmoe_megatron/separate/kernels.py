@@ -13,6 +13,12 @@ import triton.language as tl
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
+from flashmoe_megatron.separate.products import add_weight_grad as add_weight_grad
+from flashmoe_megatron.separate.products import grad_product as grad_product
+from flashmoe_megatron.separate.products import is_grouped as is_grouped
+from flashmoe_megatron.separate.products import matrices as matrices
+from flashmoe_megatron.separate.products import product as product
+from flashmoe_megatron.separate.products import weight_grad as weight_grad
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""

@@ -1,13 +1,23 @@
-"""The steps around products in torch's operators, for processors and for float64."""
+"""The steps of a layer in torch's operators, for processors, for float64 and for the reference.
 
+A route's bits do not depend on which others are computed with it, as they do not in the kernel.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.separate.activations import accumulation_dtype, activate, activate_backward
 from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
+from flashmoe_megatron.separate.products import Matrices, grads_one_by_one, one_by_one, store
+
+_ALIKE = 8
+"""Products of whole multiples of so many rows give each row the same bits, however many there are;
+fewer rows, or odd ones, take other instructions."""
 
 
 def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:
@@ -182,3 +192,56 @@ def weighted_activation_backward(
     activated, grad_preact = activate_backward(preact.to(wide), grad * weight, config)
     weighted = (activated * weight).to(preact.dtype)
     return grad_preact.to(preact.dtype), (grad * activated).sum(1), weighted
+
+
+def is_grouped(rows: torch.Tensor) -> bool:
+    """Says that products are made expert by expert."""
+    return False
+
+
+def matrices(weights: ExpertWeights) -> tuple[Matrices, Matrices]:
+    """Orients each expert's weights as ``[hidden, fc1_rows]`` and ``[intermediate, hidden]``."""
+    weights = weights.per_expert()
+    fc1, fc2 = weights.fc1, weights.fc2
+    if weights.split:  # all gates and behind them all ups
+        fc1 = tuple(map(torch.cat, zip(fc1[: len(fc2)], fc1[len(fc2) :], strict=True)))
+    return (fc1, fc2) if weights.transposed else ([w.t() for w in fc1], [w.t() for w in fc2])
+
+
+def product(
+    rows: torch.Tensor, of_experts: Matrices, ends: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """Multiplies each row by its expert's matrix, in the rows' dtype.
+
+    Args:
+        rows: ``[num_rows, width]``, by expert.
+        of_experts: ``[width, out]`` of each expert.
+        ends: What grouped products need.
+        counts: Rows of each expert.
+    """
+    return one_by_one(rows, of_experts, counts, _ALIKE)
+
+
+def grad_product(
+    rows: torch.Tensor, of_experts: Matrices, ends: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """Computes :func:`product` in the dtype of sums, without rounding it."""
+    return one_by_one(rows, of_experts, counts, _ALIKE, accumulation_dtype(rows.dtype))
+
+
+def weight_grad(
+    left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
+) -> torch.Tensor:
+    """Computes ``left.T @ right`` of each expert's rows in the dtype of sums."""
+    return grads_one_by_one(left, right, counts, _ALIKE)
+
+
+def add_weight_grad(
+    targets: Sequence[WeightGrad],
+    left: torch.Tensor,
+    right: torch.Tensor,
+    ends: torch.Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Adds or writes :func:`weight_grad` to where it goes."""
+    store(targets, weight_grad(left, right, ends, counts))

@@ -1,7 +1,6 @@
-"""Products of rows in order of experts with the experts' matrices.
+"""Products of rows in order of experts with the experts' matrices, as a GPU makes them.
 
-On a GPU products in bfloat16 are torch's grouped GEMM. Elsewhere, and in other dtypes, they are
-made expert by expert.
+Products in bfloat16 are torch's grouped GEMM. In other dtypes they are made expert by expert.
 """
 
 import functools
@@ -9,8 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from flashmoe_megatron.backend import MATRIX, WeightGrad, unstacked
+from flashmoe_megatron.backend import MATRIX, ExpertWeights, WeightGrad, unstacked
 from flashmoe_megatron.separate.activations import accumulation_dtype
+
+Matrices = Sequence[torch.Tensor] | torch.Tensor
+"""One matrix for each expert, or a stack of them."""
 
 
 def stack_of(tensors: Sequence[torch.Tensor], num_dims: int = MATRIX) -> torch.Tensor:
@@ -39,19 +41,32 @@ def is_grouped(rows: torch.Tensor) -> bool:
     return rows.is_cuda and rows.dtype == torch.bfloat16 and _has_grouped(rows.device)
 
 
+def matrices(weights: ExpertWeights) -> tuple[Matrices, Matrices]:
+    """Orients stacks as ``[experts, hidden, fc1_rows]`` and ``[experts, intermediate, hidden]``."""
+    fc1, fc2 = stack_of(weights.fc1), stack_of(weights.fc2)
+    return (fc1, fc2) if weights.transposed else (fc1.mT, fc2.mT)
+
+
+def turned(of_experts: Matrices) -> Matrices:
+    """Transposes every expert's matrix."""
+    if isinstance(of_experts, torch.Tensor):
+        return of_experts.mT
+    return [one.mT for one in of_experts]
+
+
 @functools.cache
 def _has_grouped(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def product(
-    rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
+    rows: torch.Tensor, of_experts: Matrices, ends: torch.Tensor, counts: Sequence[int]
 ) -> torch.Tensor:
-    """Each row times its expert's matrix.
+    """Multiplies each row by its expert's matrix.
 
     Args:
         rows: ``[num_rows, width]``, by expert.
-        weights: ``[num_experts, width, out]``, any strides.
+        of_experts: ``[width, out]`` of each expert, any strides.
         ends: ``[num_experts]`` int32, where each expert's rows end.
         counts: Rows of each expert, which grouped GEMMs do not need.
 
@@ -59,12 +74,45 @@ def product(
         ``[num_rows, out]``; behind the last expert's rows, unspecified.
     """
     if is_grouped(rows) and len(rows):
-        grouped: torch.Tensor = torch._grouped_mm(rows, weights, offs=ends)
+        assert isinstance(of_experts, torch.Tensor), "grouped products take a stack"
+        grouped: torch.Tensor = torch._grouped_mm(rows, of_experts, offs=ends)
         return grouped
-    out = rows.new_empty(len(rows), weights.shape[2])
-    for one, part, weight in zip(_split(out, counts), _split(rows, counts), weights, strict=True):
-        torch.mm(part, weight, out=one)
+    return one_by_one(rows, of_experts, counts)
+
+
+grad_product = product
+
+
+def one_by_one(
+    rows: torch.Tensor,
+    of_experts: Matrices,
+    counts: Sequence[int],
+    alike: int = 1,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiplies each row by its expert's matrix, expert by expert.
+
+    Args:
+        rows: ``[num_rows, width]``, by expert.
+        of_experts: ``[width, out]`` of each expert.
+        counts: Rows of each.
+        alike: Each product is of a multiple of so many rows, the last ones zeros.
+        dtype: In which products are made; by default the rows'.
+    """
+    out = rows.new_empty(len(rows), of_experts[0].shape[1], dtype=dtype)
+    parts = zip(split(out, counts), split(rows, counts), of_experts, strict=True)
+    for one, part, matrix in parts:
+        part, matrix = part.to(out.dtype), matrix.to(out.dtype)
+        if len(part) % alike:
+            one.copy_(torch.mm(padded(part, alike), matrix)[: len(part)])
+        else:
+            torch.mm(part, matrix, out=one)
     return out
+
+
+def padded(rows: torch.Tensor, alike: int) -> torch.Tensor:
+    """Adds rows of zeros up to a multiple of ``alike``."""
+    return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % alike))
 
 
 def weight_grad(
@@ -82,9 +130,25 @@ def weight_grad(
             if not count:  # a product over no rows is left as it was
                 grouped[expert].zero_()
         return grouped
+    return grads_one_by_one(left, right, counts)
+
+
+def grads_one_by_one(
+    left: torch.Tensor, right: torch.Tensor, counts: Sequence[int], alike: int = 1
+) -> torch.Tensor:
+    """Computes :func:`weight_grad` expert by expert, in the dtype of sums.
+
+    Args:
+        left: ``[num_rows, ...]``, by expert.
+        right: Likewise.
+        counts: Rows of each expert.
+        alike: Each product is over a multiple of so many rows, the last ones zeros.
+    """
     wide = accumulation_dtype(left.dtype)
     out = left.new_empty(len(counts), left.shape[1], right.shape[1], dtype=wide)
-    for one, a, b in zip(out, _split(left, counts), _split(right, counts), strict=True):
+    for one, a, b in zip(out, split(left, counts), split(right, counts), strict=True):
+        if len(a) % alike:
+            a, b = padded(a, alike), padded(b, alike)
         torch.mm(a.t().to(wide), b.to(wide), out=one)
     return out
 
@@ -107,7 +171,7 @@ def add_weight_grad(
         store(targets, weight_grad(left, right, ends, counts))
         return
     buffers = unstacked([target.buffer for target in targets], MATRIX)
-    parts = zip(buffers, _split(left, counts), _split(right, counts), strict=True)
+    parts = zip(buffers, split(left, counts), split(right, counts), strict=True)
     for buffer, a, b in parts:
         if len(a):
             torch.addmm(buffer, a.t(), b, out_dtype=torch.float32, out=buffer)
@@ -116,7 +180,7 @@ def add_weight_grad(
 def bias_grad(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """``[num_experts, width]`` sums of each expert's rows."""
     wide = accumulation_dtype(rows.dtype)
-    return torch.stack([part.to(wide).sum(0) for part in _split(rows, counts)])
+    return torch.stack([part.to(wide).sum(0) for part in split(rows, counts)])
 
 
 def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = MATRIX) -> None:
@@ -150,5 +214,6 @@ def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = M
             target.store(value)
 
 
-def _split(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+def split(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Cuts rows into each expert's."""
     return torch.split(rows, list(counts))

@@ -1,4 +1,4 @@
-"""What the scheduled backend's calls have taken, read once the device has passed them."""
+"""What calls have taken, read once the device has passed them."""
 
 import time
 from collections import deque
@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from flashmoe_megatron.config import count_row_blocks
+from flashmoe_megatron.config import MoEConfig, count_row_blocks
+from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.separate.plan import Routes, rows_of_experts
 from flashmoe_megatron.streams import Stamp
 from flashmoe_megatron.telemetry.record import (
     Direction,
     LaunchRecord,
     Phase,
+    ReplicaRecord,
     read_launch_number,
 )
 
@@ -20,18 +22,30 @@ MOST_RECORDS = 4096
 """Records kept for whoever takes them."""
 
 
+IN_PARTS = frozenset({"begin", "plan", "parts", "weights", "combine"})
+"""The moments of a call whose parts overlap."""
+IN_TURN = IN_PARTS | {"dispatch", "products"}
+"""The moments of a call in which nothing overlaps."""
+
+
 class Laps:
     """Moments of one call, on the device or, on a processor, on the host."""
 
-    def __init__(self, device: torch.device, *, counts: bool) -> None:
-        self._device, self._counts = device, counts
+    def __init__(self, device: torch.device, names: frozenset[str]) -> None:
+        """Begins a call.
+
+        Args:
+            device: Where it runs.
+            names: Which moments are kept.
+        """
+        self._device, self._names = device, names
         self.moments: list[tuple[str, Stamp]] = []
         self.begin_ns = time.monotonic_ns()
         self.lap("begin")
 
     def lap(self, name: str) -> None:
         """Gives this moment a name."""
-        if self._counts:
+        if name in self._names:
             self.moments.append((name, Stamp(self._device)))
 
     def are_over(self) -> bool:
@@ -47,8 +61,16 @@ class Laps:
 class Records:
     """The records of one rank's calls, in order, if any are kept."""
 
-    def __init__(self, rank: int, *, counts: bool) -> None:
-        self._rank, self._counts = rank, counts
+    def __init__(self, config: MoEConfig, rank: int, names: frozenset[str]) -> None:
+        """Begins without any.
+
+        Args:
+            config: The layer's shape.
+            rank: This rank.
+            names: Which moments of calls are kept, :data:`IN_PARTS` or :data:`IN_TURN`; none where
+                there are to be no records.
+        """
+        self._config, self._rank, self._names = config, rank, names
         self._epoch = 0
         self._unread: deque[tuple[Laps, Callable[[dict[str, int]], LaunchRecord]]] = deque(
             maxlen=MOST_RECORDS
@@ -56,22 +78,44 @@ class Records:
 
     def begin(self, device: torch.device) -> Laps:
         """Begins a call."""
-        return Laps(device, counts=self._counts)
+        return Laps(device, self._names)
 
     def end(
-        self, laps: Laps, routes: Routes, number: int, direction: Direction, *, num_tokens: int
+        self,
+        laps: Laps,
+        routes: Routes,
+        number: int,
+        direction: Direction,
+        *,
+        num_tokens: int,
+        placement: Placement | None = None,
+        replica_bytes: int = 0,
     ) -> None:
-        """Ends a call, whose laps are "plan", "experts", in a backward "weights", and "combine"."""
-        if not self._counts:
+        """Ends a call.
+
+        Args:
+            laps: Its moments.
+            routes: Its routes.
+            number: From the caller.
+            direction: Which call it was.
+            num_tokens: This rank's tokens.
+            placement: Where replicas are, ``None`` where there are no spare slots.
+            replica_bytes: What has come for them or from their replicas.
+        """
+        if not self._names:
             return
         self._epoch += 1
         epoch = self._epoch
         layer, is_evaluation, owner = read_launch_number(number)
         from_ranks, to_ranks = routes.from_ranks, routes.host_sent  # no tensor is kept alive
-        every = routes.host_received
+        every, local = routes.host_received, self._config.num_local_experts
 
         def make(ns: dict[str, int]) -> LaunchRecord:
             rows = tuple(rows_of_experts(every))
+            replicas = None
+            if placement is not None:
+                held = zip(placement.hosts[self._rank], rows[local:], strict=True)
+                replicas = ReplicaRecord(rows=tuple(held), num_bytes=replica_bytes)
             pulled = tuple(sum(row) for row in from_ranks)
             sent = [sum(row) for row in to_ranks]
             return LaunchRecord(
@@ -84,18 +128,14 @@ class Records:
                 num_tokens=num_tokens,
                 num_rows=sum(rows),
                 num_row_blocks=count_row_blocks(rows),
-                expert_rows=rows,
+                expert_rows=rows[:local],
                 rows_pulled=pulled,
                 results_pushed=pulled,
-                phase_ns={
-                    Phase.HEAD: ns["plan"],
-                    Phase.STAGE_WAIT: 0,
-                    Phase.GEMM: ns["experts"] + ns.get("weights", 0),
-                    Phase.TAIL: ns["combine"],
-                },
+                phase_ns=_phases(ns),
                 is_evaluation=is_evaluation,
                 owner=owner,
                 routes=(sent[self._rank], sum(sent)),
+                replicas=replicas,
             )
 
         self._unread.append((laps, make))
@@ -107,3 +147,25 @@ class Records:
             laps, make = self._unread.popleft()
             records.append(make(laps.nanoseconds()))
         return records
+
+
+def _phases(ns: dict[str, int]) -> dict[Phase, int]:
+    """Names the time between moments; that of an exchange only where nothing overlaps it."""
+    weights = ns.get("weights", 0)
+    if "dispatch" not in ns:
+        return {
+            Phase.HEAD: ns["plan"],
+            Phase.STAGE_WAIT: 0,
+            Phase.GEMM: ns["parts"] + weights,
+            Phase.TAIL: ns["combine"],
+        }
+    back = ns["parts"] + ns["combine"]
+    return {
+        Phase.HEAD: ns["plan"] + ns["dispatch"],
+        Phase.ROWS_WAIT: ns["dispatch"],
+        Phase.STAGE_WAIT: 0,
+        Phase.GEMM: ns["products"] + weights,
+        Phase.DISPATCH: ns["dispatch"],
+        Phase.DELIVER: back,
+        Phase.TAIL: back,
+    }

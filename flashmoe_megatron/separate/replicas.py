@@ -1,15 +1,23 @@
-"""How replicas travel on the reference backend: weights to the spare slots, gradients to the owner.
+"""Replicas of experts in spare slots: the routes to them, their weights and their gradients.
 
-Both are one uneven all-to-all of flat tensors, in the order of hosts, slots and kinds of weights.
+Weights travel to the spare slots and gradients to the owner. Both are one uneven all-to-all of flat
+tensors, in the order of hosts, slots and kinds of weights.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from flashmoe_megatron.backend import ExpertWeights
-from flashmoe_megatron.replicas.placement import Placement
-from flashmoe_megatron.separate.rows import RowExchange
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.ranks import REFUSED
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
+from flashmoe_megatron.separate.agreement import Agreement, Heard, without_marks
+from flashmoe_megatron.separate.exchange import Exchange
+from flashmoe_megatron.separate.plan import Sorted
+
+Planner = Callable[[Counts, Hosts | None], Placement]
+"""Plans replicas from all ranks' routes and, if they are settled, the experts in spare slots."""
 
 Values = list[torch.Tensor]
 """One tensor of each kind that an expert has: fc1, fc2 and their biases."""
@@ -17,13 +25,100 @@ Values = list[torch.Tensor]
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")
 
 
+class Replicas:
+    """The spare slots of one backend."""
+
+    def __init__(self, config: MoEConfig, spare_slots: int, planner: Planner) -> None:
+        """Makes empty slots.
+
+        Args:
+            config: The layer's shape.
+            spare_slots: Slots for replicas on each rank.
+            planner: Fills them; the same on every rank.
+        """
+        self._config, self._spare_slots, self._planner = config, spare_slots, planner
+        self._settled: dict[int, Hosts] = {}
+
+    def settle(self, counts: Counts, layer: int) -> None:
+        """Settles on the experts that a layer's next forward has in spare slots.
+
+        Args:
+            counts: All ranks' routes, as they are expected.
+            layer: Its number.
+        """
+        self._settled[layer] = self._planner(counts, None).hosts
+
+    def forget(self) -> None:
+        """Drops what is settled, as all ranks do where one refuses a call."""
+        self._settled.clear()
+
+    def place(
+        self, agreement: Agreement, found: Sorted, heard: Heard, layer: int
+    ) -> tuple[Sorted, Heard, Placement | None]:
+        """Plans which slot computes each route; the host waits for the numbers of routes.
+
+        Args:
+            agreement: Has told them.
+            found: This rank's routes, by expert.
+            heard: What the ranks have told.
+            layer: The layer's number.
+
+        Returns:
+            The routes by slot, what has been heard of these, and where replicas are. What is given
+            and ``None`` if a rank refuses the call.
+        """
+        settled = self._settled.pop(layer, None)
+        told = agreement.told_by_all(heard)
+        counts = without_marks(told)
+        if min(map(min, counts)) == REFUSED:
+            self.forget()
+            return found, heard, None
+        config, rank = self._config, agreement.rank
+        placement = self._planner([list(of_rank) for of_rank in counts], settled)
+        placement.check(config.num_ranks, config.num_experts, self._spare_slots)
+        width = placement.slots_per_rank
+        own = [0] * (config.num_ranks * width)
+        for expert, slot in enumerate(placement.slot_of[rank]):
+            own[slot] = counts[rank][expert]
+        filled = config.num_local_experts + len(placement.hosts[rank])
+        received = [[0] * filled for _ in counts]
+        for source, slots in enumerate(placement.slot_of):
+            mark = told[source][0] - counts[source][0]
+            for expert, slot in enumerate(slots):
+                if slot // width == rank:
+                    received[source][slot % width] = counts[source][expert]
+            received[source] = [count + mark for count in received[source]]
+        host = [*own, *(count for of_rank in received for count in of_rank)]
+        device = found.counts.device
+        heard = Heard(torch.tensor(received, device=device), lambda: host)
+        return _by_slot(found, placement.slot_of[rank], own), heard, placement
+
+
+def _by_slot(found: Sorted, slot_of: Sequence[int], counts: Sequence[int]) -> Sorted:
+    """The routes of one rank's tokens by slot, of which each computes one expert."""
+    device, most = found.place.device, found.place.numel()
+    slots = torch.tensor(slot_of, device=device)
+    order = slots.repeat_interleave(found.counts).sort(stable=True).indices
+    moved = torch.full((most + 1,), most, device=device)
+    moved[order] = torch.arange(len(order), device=device)
+    of_slots = torch.tensor(counts, device=device)
+    return Sorted(
+        token_idx=found.token_idx[order],
+        flat_idx=found.flat_idx[order],
+        row_probs=found.row_probs[order],
+        place=moved[found.place],
+        counts=of_slots,
+        ends=of_slots.cumsum(0).int(),
+    )
+
+
 def with_replicas(
-    rows: RowExchange, weights: ExpertWeights, placement: Placement
+    exchange: Exchange, weights: ExpertWeights, placement: Placement
 ) -> tuple[ExpertWeights, int]:
     """Fetches the weights of the experts in this rank's spare slots. Collective.
 
     Args:
-        rows: The group.
+        exchange: Between the group's ranks.
         weights: The local experts, one tensor for each expert.
         placement: Which experts are where.
 
@@ -33,14 +128,14 @@ def with_replicas(
     own = list(zip(*(getattr(weights, kind) for kind in _kinds(weights)), strict=True))
     local = placement.num_local_experts
     sent = _Parcels(len(placement.hosts))
-    for host, _, expert in placement.replicas_of(rows.rank):
+    for host, _, expert in placement.replicas_of(exchange.rank):
         sent.put(host, own[expert % local])
-    held = placement.hosts[rows.rank]
+    held = placement.hosts[exchange.rank]
     sizes = [0] * len(placement.hosts)
     size = sum(tensor.numel() for tensor in own[0])
     for expert in held:
         sizes[expert // local] += size
-    received = sent.exchange(rows, sizes, own[0][0])
+    received = sent.swap(exchange, sizes, own[0][0])
     # They come by owner, and of one owner in the order of the slots.
     order = sorted(range(len(held)), key=lambda slot: held[slot] // local)
     found = {slot: list(_cut(received[place * size :], own[0])) for place, slot in enumerate(order)}
@@ -51,41 +146,33 @@ def with_replicas(
 
 
 def add_replica_grads(
-    rows: RowExchange,
-    placement: Placement,
-    own: dict[int, Values],
-    spare: Sequence[Values],
-    *,
-    like: torch.Tensor,
+    exchange: Exchange, placement: Placement, values: Sequence[torch.Tensor]
 ) -> int:
     """Brings gradients from the spare slots to their owners, which add them. Collective.
 
     Args:
-        rows: The group.
+        exchange: Between the group's ranks.
         placement: Which experts are where.
-        own: This rank's gradients of its experts that have replicas, by local expert; replicas'
-            are added, by ascending rank of their host.
-        spare: The gradients of this rank's spare slots that hold an expert, in order.
-        like: Has the gradients' dtype and device.
+        values: ``[slots, ...]``, the gradients of each kind of weights, by this rank's slots that
+            hold an expert. The owner adds replicas' gradients by ascending rank of their host.
 
     Returns:
         The bytes that have come.
     """
     local = placement.num_local_experts
     sent = _Parcels(len(placement.hosts))
-    for expert, values in zip(placement.hosts[rows.rank], spare, strict=True):
-        sent.put(expert // local, values)
-    replicas = placement.replicas_of(rows.rank)
+    for slot, expert in enumerate(placement.hosts[exchange.rank], local):
+        sent.put(expert // local, [value[slot] for value in values])
+    replicas = placement.replicas_of(exchange.rank)
+    size = sum(value[0].numel() for value in values)
     sizes = [0] * len(placement.hosts)
-    for host, _, expert in replicas:
-        sizes[host] += sum(tensor.numel() for tensor in own[expert % local])
-    received = sent.exchange(rows, sizes, like)
-    first = 0
-    for _, _, expert in replicas:
-        totals = own[expert % local]
-        for total, value in zip(totals, _cut(received[first:], totals), strict=True):
+    for host, _, _ in replicas:
+        sizes[host] += size
+    received = sent.swap(exchange, sizes, values[0])
+    for place, (_, _, expert) in enumerate(replicas):
+        totals = [value[expert % local] for value in values]
+        for total, value in zip(totals, _cut(received[place * size :], totals), strict=True):
             total += value
-        first += sum(tensor.numel() for tensor in totals)
     return received.numel() * received.element_size()
 
 
@@ -110,11 +197,11 @@ class _Parcels:
     def put(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
         self._of_rank[rank] += (tensor.reshape(-1) for tensor in tensors)
 
-    def exchange(
-        self, rows: RowExchange, recv_counts: Sequence[int], like: torch.Tensor
+    def swap(
+        self, exchange: Exchange, recv_counts: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
         """Sends all; returns what comes, by rank."""
         flat = [tensor for tensors in self._of_rank for tensor in tensors]
         send = torch.cat(flat) if flat else like.new_empty(0)
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in self._of_rank]
-        return rows.exchange(send, counts, recv_counts)
+        return exchange.swap(send, counts, recv_counts)

@@ -1,13 +1,16 @@
-"""Chooses how the steps around products are made: kernels of their own, or torch's operators."""
+"""Chooses how a layer's steps are made: by kernels and grouped products, or torch's operators."""
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
 
+from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.separate import plain
 from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
+from flashmoe_megatron.separate.products import Matrices
 
 
 class Steps(Protocol):
@@ -45,6 +48,37 @@ class Steps(Protocol):
         grad_weighted: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Differentiates that."""
+
+    def is_grouped(self, rows: torch.Tensor) -> bool:
+        """Says whether products of such rows need no numbers of rows on the host."""
+
+    def matrices(self, weights: ExpertWeights) -> tuple[Matrices, Matrices]:
+        """Orients weights for :meth:`product`: those of fc1, and those of fc2."""
+
+    def product(
+        self, rows: torch.Tensor, of_experts: Matrices, ends: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Multiplies each row by its expert's matrix."""
+
+    def grad_product(
+        self, rows: torch.Tensor, of_experts: Matrices, ends: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Multiplies gradients of the layer's output, in a dtype at least as wide as theirs."""
+
+    def weight_grad(
+        self, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        """Multiplies what an expert's matrix was given by the gradients of what it gave."""
+
+    def add_weight_grad(
+        self,
+        targets: Sequence[WeightGrad],
+        left: torch.Tensor,
+        right: torch.Tensor,
+        ends: torch.Tensor,
+        counts: Sequence[int],
+    ) -> None:
+        """Adds or writes that to where it goes."""
 
 
 def steps_for(x: torch.Tensor) -> Steps:

@@ -71,16 +71,16 @@ class Ranks:
         while not all(path.exists() for path in others):
             time.sleep(0.1)
 
-    def die_in(self, method: str) -> None:
-        """Kills this rank when its backend calls a method of its exchange of rows."""
-        setattr(self.backend._rows, method, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    def die_in(self, way: str) -> None:
+        """Kills this rank when its backend sends rows to experts, or back."""
+        setattr(self.backend._ways, way, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_forward(ranks: Ranks) -> dict[str, Any]:
     """The last rank dies after the exchange of counts, before that of rows."""
     ranks.forward().sum().backward()
     if ranks.is_faulty:
-        ranks.die_in("dispatch")
+        ranks.die_in("there")
     return ranks.gives_up(ranks.forward)
 
 
@@ -88,7 +88,7 @@ def killed_in_backward(ranks: Ranks) -> dict[str, Any]:
     """The last rank dies after the exchange of gradients, before their return."""
     out = ranks.forward()
     if ranks.is_faulty:
-        ranks.die_in("combine")
+        ranks.die_in("back")
     return ranks.gives_up(out.sum().backward)
 
 

@@ -107,16 +107,17 @@ def test_gradients_of_replicas_are_added_and_their_bytes_told():
     placement = placement_of([[0, 0, 1, 1], [1, 0, 1, 1]], [(), (0,)], 1)
     asked: list[list[int]] = []
 
-    def exchange(send: torch.Tensor, _: object, sizes: list[int]) -> torch.Tensor:
+    def swap(send: torch.Tensor, _: object, sizes: list[int]) -> torch.Tensor:
         asked.append(sizes)
         return torch.arange(float(sum(sizes)))
 
-    own = {0: [torch.ones(2, 3), torch.ones(3)]}
-    rows: Any = SimpleNamespace(rank=0, exchange=exchange)
-    assert add_replica_grads(rows, placement, own, [], like=torch.empty(0)) == 9 * 4
+    values = [torch.ones(2, 2, 3), torch.ones(2, 3)]
+    exchange: Any = SimpleNamespace(rank=0, swap=swap)
+    assert add_replica_grads(exchange, placement, values) == 9 * 4
     assert asked == [[0, 9]]
-    assert torch.equal(own[0][0].flatten(), 1 + torch.arange(6.0))
-    assert torch.equal(own[0][1], 1 + torch.arange(6.0, 9.0))
+    assert torch.equal(values[0][0].flatten(), 1 + torch.arange(6.0))
+    assert torch.equal(values[1][0], 1 + torch.arange(6.0, 9.0))
+    assert all(torch.equal(value[1], torch.ones_like(value[1])) for value in values)
 
 
 @pytest.mark.library

@@ -140,7 +140,7 @@ def check_layers() -> None:
 
     In one part its forward waits for nothing.
     """
-    backend.is_grouped = products.is_grouped = lambda rows: rows.dtype == torch.bfloat16
+    kernels.is_grouped = products.is_grouped = lambda rows: rows.dtype == torch.bfloat16
     backend.steps_for = lambda x: kernels
     forward = ScheduledBackend._forward_alone
     config = cases.make_config()

@@ -19,7 +19,8 @@ from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.measured.calibration import Calibration, Entry
-from flashmoe_megatron.separate.reference import MOST_RECORDS, ReferenceBackend
+from flashmoe_megatron.separate.records import MOST_RECORDS
+from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry import reporter as reporters
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout
@@ -85,7 +86,7 @@ def test_reference_tells_of_its_launches(ranks: RankPool) -> None:
 
 def test_reference_forgets_the_oldest() -> None:
     backend = ReferenceBackend(cases.CONFIG)
-    backend._records = deque(backend._records, maxlen=3)
+    backend._records._unread = deque(maxlen=3)
     for layer in range(4):
         run_layer(None, backend, layer)
     assert [(one.layer, one.direction) for one in backend.take_records()] == [
@@ -93,7 +94,7 @@ def test_reference_forgets_the_oldest() -> None:
         (3, "forward"),
         (3, "backward"),
     ]
-    assert ReferenceBackend(cases.CONFIG)._records.maxlen == MOST_RECORDS
+    assert ReferenceBackend(cases.CONFIG)._records._unread.maxlen == MOST_RECORDS
 
 
 def test_nothing_is_hidden_in_the_reference() -> None:

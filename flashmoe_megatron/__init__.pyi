@@ -2,10 +2,8 @@
 
 from flashmoe_megatron._version import __version__ as __version__
 from flashmoe_megatron.autograd import moe_apply as moe_apply
-from flashmoe_megatron.backend import Backend as Backend
-from flashmoe_megatron.backend import ExpertWeights as ExpertWeights
-from flashmoe_megatron.backend import TrafficCounters as TrafficCounters
-from flashmoe_megatron.backend import WeightGrad as WeightGrad
+from flashmoe_megatron.call import Backend as Backend
+from flashmoe_megatron.call import TrafficCounters as TrafficCounters
 from flashmoe_megatron.config import Activation as Activation
 from flashmoe_megatron.config import MoEConfig as MoEConfig
 from flashmoe_megatron.config import align_capacity as align_capacity
@@ -32,4 +30,6 @@ from flashmoe_megatron.planner import plan_capacity as plan_capacity
 from flashmoe_megatron.router import RouterConfig as RouterConfig
 from flashmoe_megatron.select import select_backend as select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend as ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights as ExpertWeights
 from flashmoe_megatron.weights import SplitWeights as SplitWeights
+from flashmoe_megatron.weights import WeightGrad as WeightGrad

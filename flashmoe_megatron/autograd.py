@@ -10,14 +10,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import (
-    Backend,
-    ExpertWeights,
-    Together,
-    Void,
-    WeightGrad,
-    unmatched_backward,
-)
+from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager, unseen
 from flashmoe_megatron.errors import (
@@ -28,7 +21,13 @@ from flashmoe_megatron.errors import (
     told_error,
 )
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
-from flashmoe_megatron.weights import SplitGrads, SplitWeights, WrappedWeights
+from flashmoe_megatron.weights import (
+    ExpertWeights,
+    SplitGrads,
+    SplitWeights,
+    WeightGrad,
+    WrappedWeights,
+)
 
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
 """Takes the fc2 weights whose gradients a backward adds to main_grad."""
@@ -107,7 +106,7 @@ class LayerCall(NamedTuple):
     layer: int = 0
     router: Router | None = None
     on_saved: OnSaved | None = None
-    void: Void | None = None
+    void: NaNResult | None = None
 
 
 @eager
@@ -344,7 +343,7 @@ class _RoutedExperts(torch.autograd.Function):
                     layer=call.layer,
                     router=call.router,
                 )
-            if not isinstance(saved, Void):
+            if not isinstance(saved, NaNResult):
                 if keeps_inputs:
                     saved = _Inputs(x, probs, routing_map, call.layer, saved)
                 if call.on_saved is not None:
@@ -395,7 +394,7 @@ class _RoutedExperts(torch.autograd.Function):
                 first_plan=saved.first_plan,
                 layer=saved.layer,
             )[1]  # the output, which the backward does not need, is freed here
-        elif isinstance(saved, Void) and ctx.backend.keep == "inputs":
+        elif isinstance(saved, NaNResult) and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
         destinations = _destinations_of(ctx, weights, grad_outputs[0].device)
         targets = destinations.targets
@@ -416,7 +415,7 @@ class _RoutedExperts(torch.autograd.Function):
         return None, grad_x, grad_probs, *destinations.grads(), *anchors
 
 
-def _refused_again(backend: Backend, void: Void) -> Void:
+def _refused_again(backend: Backend, void: NaNResult) -> NaNResult:
     """Takes part in the forward that a backward of the other ranks runs again."""
     again = backend.refuse(void.reason)
     if again is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from flashmoe_megatron.backend import Together
+from flashmoe_megatron.call import Together
 from flashmoe_megatron.config import MAX_TOPK, got, is_count, is_number
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer

@@ -15,7 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from flashmoe_megatron.autograd import LayerCall, apply, moe_apply, void_call
-from flashmoe_megatron.backend import Backend, ExpertWeights, Together
+from flashmoe_megatron.call import Backend, Together
 from flashmoe_megatron.checks import (
     TOKEN_DTYPES,
     check_choices,
@@ -40,7 +40,7 @@ from flashmoe_megatron.select import (
     select_backend,
 )
 from flashmoe_megatron.telemetry.record import launch_number
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 
 @eager

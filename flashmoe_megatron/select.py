@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError

@@ -1,13 +1,119 @@
-"""Experts that are not plain parameters of both projections, as the backends want them and back."""
+"""Experts' weights as the backends take them, where their gradients go, and other forms of both."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from flashmoe_megatron.backend import MATRIX, ExpertWeights, set_tuples
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The local experts' weights, wherever they live; read anew at each call.
+
+    Each tensor is one expert's or, with one more dimension in front, a stack of several experts'.
+    The tensors of a kind hold all local experts in order. Lists of them become tuples.
+
+    Attributes:
+        fc1: ``[fc1_rows, hidden]`` or ``[num_experts, fc1_rows, hidden]`` tensors, if gated with
+            the gate rows where :attr:`MoEConfig.glu_interleave` says.
+        fc2: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
+        transposed: The matrices are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
+            (the legacy GroupedMLP of Megatron-Core 0.16).
+        fc1_bias: ``[fc1_rows]`` or ``[num_experts, fc1_rows]`` tensors, added before the
+            activation; empty where the experts have none.
+        fc2_bias: ``[hidden]`` or ``[num_experts, hidden]`` tensors, added times the routing weight;
+            empty where the experts have none. The kernel wants both kinds or none.
+        split: Gate and up rows are matrices of their own, ``[intermediate, hidden]`` or stacks of
+            them: ``fc1`` has all local experts' gates and behind them all their ups. Only for
+            backends that take it (:attr:`~flashmoe_megatron.call.Backend.takes_split`).
+    """
+
+    fc1: tuple[torch.Tensor, ...]
+    fc2: tuple[torch.Tensor, ...]
+    _: KW_ONLY
+    transposed: bool = False
+    fc1_bias: tuple[torch.Tensor, ...] = ()
+    fc2_bias: tuple[torch.Tensor, ...] = ()
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        set_tuples(self, ("fc1", "fc2", "fc1_bias", "fc2_bias"))
+
+    def per_expert(self) -> "ExpertWeights":
+        """The same weights with one tensor for each expert: the own tensors and views of stacks."""
+        return ExpertWeights(
+            fc1=unstacked(self.fc1, MATRIX),
+            fc2=unstacked(self.fc2, MATRIX),
+            transposed=self.transposed,
+            fc1_bias=unstacked(self.fc1_bias, VECTOR),
+            fc2_bias=unstacked(self.fc2_bias, VECTOR),
+            split=self.split,
+        )
+
+
+def set_tuples(weights: object, kinds: tuple[str, ...]) -> None:
+    """Makes tuples of the lists of tensors that a frozen object got, as autograd looks for tuples.
+
+    Args:
+        weights: The object.
+        kinds: Its attributes.
+
+    Raises:
+        ShapeError: One is a tensor, or nothing that has tensors.
+    """
+    for name in kinds:
+        tensors = getattr(weights, name)
+        if type(tensors) is tuple:  # nothing else costs anything in a call
+            continue
+        if isinstance(tensors, torch.Tensor):
+            raise ShapeError(
+                f"{name} is one tensor of shape {tuple(tensors.shape)}, wanted a tuple of tensors; "
+                "a stack of all experts is (stack,)"
+            )
+        if not isinstance(tensors, Iterable):
+            raise ShapeError(f"{name} is a {type(tensors).__name__}, wanted a tuple of tensors")
+        object.__setattr__(weights, name, tuple(tensors))
+
+
+MATRIX, VECTOR = 2, 1
+"""Dimensions of one expert's weight and of its bias."""
+
+
+def unstacked(tensors: Sequence[torch.Tensor], num_dims: int) -> tuple[torch.Tensor, ...]:
+    """One tensor for each expert.
+
+    Args:
+        tensors: Tensors of one expert or of a stack.
+        num_dims: The dimensions of one expert's.
+    """
+    return tuple(
+        one
+        for tensor in tensors
+        for one in (tensor.unbind() if tensor.dim() > num_dims else (tensor,))
+    )
+
+
+class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each weight
+    """Where the gradient of one weight goes, or of one stack of weights.
+
+    Attributes:
+        buffer: Same shape and layout as the weight; float32 or the weight's dtype.
+        accumulate: Add to what the buffer holds (Megatron's ``main_grad``) or overwrite it.
+    """
+
+    buffer: torch.Tensor
+    accumulate: bool
+
+    def store(self, value: torch.Tensor) -> None:
+        """Adds or writes a gradient, in the buffer's dtype."""
+        if self.accumulate:
+            self.buffer.add_(value)
+        else:
+            self.buffer.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -24,8 +130,8 @@ class SplitWeights:
             local experts in order.
         up: Likewise.
         down: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
-        fc1_bias: See :class:`~flashmoe_megatron.backend.ExpertWeights`.
-        fc2_bias: See :class:`~flashmoe_megatron.backend.ExpertWeights`.
+        fc1_bias: See :class:`ExpertWeights`.
+        fc2_bias: See :class:`ExpertWeights`.
     """
 
     gate: tuple[torch.Tensor, ...]

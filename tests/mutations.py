@@ -562,15 +562,15 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank that refuses a call takes no part in its backward",
-        "backward",
-        "self.backward(none, saved.saved, weights, *kinds)",
+        "_backward",
+        "self._backward(none, saved.saved, weights, grads)",
         "pass",
         "tests/unit/test_in_step.py::test_all_raise_in_one_call",
         on_gpu="tests/gpu/test_in_step.py::test_all_raise_in_one_call",
     ),
     Mutation(
         "a backward that is refused is not told to the other ranks",
-        "keep",
+        "for_nobody",
         "self.put_off(error)",
         "pass",
         "tests/unit/test_in_step.py::test_a_backward_that_is_refused",
@@ -637,9 +637,9 @@ MUTATIONS = (
     ),
     Mutation(
         "weights that are transposed since are not looked at",
-        "HostsBackend._check_weights",
-        "weights.transposed,",
-        "",
+        "Backend._check_weights",
+        "device, weights.transposed,",
+        "device,",
         "tests/unit/test_one_host.py::test_weights_that_are_transposed_since_are_looked_at_again",
     ),
     Mutation(
@@ -834,8 +834,8 @@ MUTATIONS = (
     ),
     Mutation(
         "others reduce gradients that have not been handed on yet",
-        "backward",
-        "number if grads.are_own else 0",
+        "_backward",
+        "number if written.are_own else 0",
         "number",
         "tests/unit/test_in_step.py"
         "::test_gradients_that_are_handed_on_are_complete_with_their_backward_alone",
@@ -1384,7 +1384,7 @@ MUTATIONS = (
     Mutation(
         "ranks of other hosts do not tell that they have no backward",
         "_cross",
-        "if followed else len(leaves) + UNFOLLOWED",
+        "if given.followed else len(leaves) + UNFOLLOWED",
         "",
         "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[hosts]",
     ),

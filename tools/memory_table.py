@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
+from flashmoe_megatron.weights import WeightGrad
 from tools.arguments import not_negative, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import in_backward
-from flashmoe_megatron.backend import Backend, Together
+from flashmoe_megatron.call import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.eager import unseen

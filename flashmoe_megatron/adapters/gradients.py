@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid

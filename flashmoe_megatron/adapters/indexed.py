@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from flashmoe_megatron.adapters.experts import GroupBackends, LayerExperts
 from flashmoe_megatron.adapters.held import Held, Holding
-from flashmoe_megatron.backend import Backend, ExpertWeights, Together
+from flashmoe_megatron.call import Backend, Together
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 ReadWeights: TypeAlias = Callable[[], ExpertWeights | SplitWeights]
 """Checks a layer's experts, and gives the local ones as they are now. Not collective over the

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from flashmoe_megatron.adapters.experts import LayerExperts
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.totals import Totals

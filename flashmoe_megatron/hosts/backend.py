@@ -6,22 +6,15 @@ as further tokens of this rank, and what the host's experts make of them goes ba
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import (
-    Backend,
-    ExpertWeights,
-    Together,
-    TrafficCounters,
-    WeightGrad,
-)
-from flashmoe_megatron.checks import check_grad_out, check_readable, check_tokens, check_weights
-from flashmoe_megatron.config import Keep, MoEConfig
+from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
+from flashmoe_megatron.checks import check_grad_out
+from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
@@ -42,9 +35,9 @@ from flashmoe_megatron.hosts.rail import Crossed, Rail
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions, number, option
 from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
-from flashmoe_megatron.ranks import UNFOLLOWED, OfGroup, unfollowed_ranks
-from flashmoe_megatron.router import Router
+from flashmoe_megatron.ranks import UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 MakeInner = Callable[[MoEConfig, BackendOptions], Backend]
 """Makes the backend within this host. Collective over the host's ranks."""
@@ -103,8 +96,8 @@ def within_host(backend: Backend) -> Backend:
     return backend.within if isinstance(backend, HostsBackend) else backend
 
 
-class HostsBackend(OfGroup):
-    """Routed experts over hosts; implements :class:`~flashmoe_megatron.backend.Backend`.
+class HostsBackend(Backend):
+    """Routed experts over hosts; implements :class:`~flashmoe_megatron.call.Backend`.
 
     Without a row bound, sizes follow the counts that every forward exchanges first: the host waits
     for them once, and every rank hears of a refusal. With one, all tokens go to all hosts, every
@@ -119,10 +112,6 @@ class HostsBackend(OfGroup):
         options: How the layer runs.
 
     Attributes:
-        config: The layer's shape.
-        keep: What a forward keeps for its backward.
-        rank: This rank in the group.
-        num_calls: Forwards in which this rank has taken part.
         unfollowed: The ranks that have no backward of the last forward. Where the host does not
             wait for the counts, these are of this host alone.
     """
@@ -156,11 +145,9 @@ class HostsBackend(OfGroup):
                 f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
             )
         options = options or BackendOptions()
-        self.config = config
-        self.rank = grid.rank
-        self.num_calls = 0
-        self.unfollowed: tuple[int, ...] = ()
-        self.takes_split = False
+        share = share_of_host(config, grid.num_hosts, config.max_tokens)
+        keep = choose_keep(options.keep, share)
+        super().__init__(config, keep=keep, rank=grid.rank)
         self._rail = rail
         self._make_within = make_within
         self._device = device or torch.device("cpu")
@@ -170,8 +157,6 @@ class HostsBackend(OfGroup):
         self._host_reads = not self._is_fixed or self._device.type == "cpu"
         every = grid.num_hosts * config.max_tokens
         first = every if self._is_fixed else tokens_within(config, grid.num_hosts)
-        share = share_of_host(config, grid.num_hosts, config.max_tokens)
-        self.keep: Keep = choose_keep(options.keep, share)
         bound = options.row_bound
         if bound is not None:
             bound *= config.topk / (grid.num_hosts * share.topk)
@@ -180,10 +165,7 @@ class HostsBackend(OfGroup):
         self._within: list[Backend] = []
         self._taken = Crossed()
         self._last: Backend | None = None
-        self._untold: Exception | None = None
         self._dtype = torch.bfloat16
-        self._checked: list[weakref.ref[torch.Tensor]] = []
-        self._checked_form: tuple[object, ...] = ()
         self._backend_for([first])
 
     def _backend_for(self, needs: Sequence[int]) -> tuple[Backend, list[int]]:
@@ -278,41 +260,19 @@ class HostsBackend(OfGroup):
         ]
 
     @torch.no_grad()
-    def forward(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        weights: ExpertWeights,
-        *,
-        training: bool,
-        followed: bool | None = None,
-        first_plan: torch.Tensor | None = None,
-        layer: int = 0,
-        router: Router | None = None,
+    def _forward(
+        self, given: Given, weights: ExpertWeights
     ) -> tuple[torch.Tensor, SavedOverHosts | None]:
-        """Applies the routed experts; collective over the group, see the protocol.
-
-        Raises:
-            ShapeError: A tensor is not what the layer was built for.
-            RoutingError: A routing cannot be used.
-            RowBoundError: A rank was to receive more rows than ``row_bound`` allows.
-            PeerTimeoutError: A rank is gone or did not come in time, here and in backward.
-        """
+        x = given.x
         with Together(self):
-            check_readable("x", x)
-            self._check_weights(weights, x.device)
-            dtype = weights.fc1[0].dtype
-            check_tokens(self.config, x, probs, routing_map, dtype=dtype, device=x.device)
-            if router is not None:
-                router.run(x, self.config.topk)
-            self._device, self._dtype = x.device, dtype
-            self._raise_untold()
-            choices = Choices.of(self.config, probs, routing_map)
+            self._check(given, weights)
+            if given.router is not None:
+                given.router.run(x, self.config.topk)
+            self._device, self._dtype = x.device, x.dtype
+            choices = Choices.of(self.config, given.probs, given.routing_map)
         self.num_calls += 1
         self._rail.crossed.calls += 1
-        is_followed = training if followed is None else followed
-        legs, needs = self._cross(choices, probs, routing_map, followed=is_followed)
+        legs, needs = self._cross(choices, given)
         backend, launches = self._backend_for(needs)
         # Rows take longer than routes, which are made while they are under way.
         begun = [(leg.out(self._rail, x), leg.routes(self._rail)) for leg in legs]
@@ -332,9 +292,9 @@ class HostsBackend(OfGroup):
                     weight,
                     idx,
                     weights,
-                    training=training,
-                    followed=is_followed,
-                    layer=layer,
+                    training=given.training,
+                    followed=given.followed,
+                    layer=given.layer,
                 )
                 made.append(out)
                 kept.append(saved)
@@ -344,22 +304,15 @@ class HostsBackend(OfGroup):
         if not self._host_reads:
             first = self._rail.grid.ranks_within.start
             self.unfollowed = tuple(first + rank for rank in backend.unfollowed)
-        if not training:
+        if not given.training:
             return total, None
         return total, SavedOverHosts(legs, choices, backend, kept, num_rows, x.dtype)
 
     @torch.no_grad()
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        saved: Any,
-        weights: ExpertWeights,
-        grad_fc1: Sequence[WeightGrad],
-        grad_fc2: Sequence[WeightGrad],
-        grad_fc1_bias: Sequence[WeightGrad] = (),
-        grad_fc2_bias: Sequence[WeightGrad] = (),
+    def _backward(
+        self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes all gradients of one forward; collective over the group, see the protocol.
+        """Computes all gradients of one forward.
 
         A rank whose ``grad_out`` cannot be used takes part with NaN, so that no host waits for it;
         it raises the reason at once, the others at the next call.
@@ -370,21 +323,22 @@ class HostsBackend(OfGroup):
         try:
             self._check_grad_out(grad_out, saved)
         except FlashMoEError as error:
-            refused = self._untold = error
+            refused = error
+            self._pending.put_off(error)
             shape = len(choices.experts), self.config.hidden
             grad_out = choices.weights.new_full(shape, torch.nan, dtype=saved.dtype)
         self._last = backend
         self._rail.crossed.calls += 1
-        grads = [list(kind) for kind in (grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)]
+        kinds = [list(kind) for kind in grads]
         kept = iter(saved.launches)
 
         def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             of_rows, of_routes = [], []
             for part in torch.split(rows, saved.num_rows[number]):
-                grad_rows, grad_routes = backend.backward(part, next(kept), weights, *grads)
+                grad_rows, grad_routes = backend.backward(part, next(kept), weights, *kinds)
                 of_rows.append(grad_rows)
                 of_routes.append(grad_routes)
-                for kind in grads:
+                for kind in kinds:
                     kind[:] = [WeightGrad(one.buffer, True) for one in kind]
             return _joined(of_rows), _joined(of_routes)
 
@@ -429,7 +383,8 @@ class HostsBackend(OfGroup):
                     try:
                         made, of_routes = launch(number, rows)
                     except Exception as error:  # noqa: BLE001 - raised below
-                        failure = self._untold = self._on_this_host(error)
+                        failure = self._on_this_host(error)
+                        self._pending.put_off(failure)
                         # The other hosts may have gone, too.
                         stack.enter_context(contextlib.suppress(FlashMoEError))
                 if failure is not None:
@@ -447,7 +402,7 @@ class HostsBackend(OfGroup):
         return total, sum(grads[1:], start=grads[0]) if grads else None
 
     def refuse(self, reason: str) -> None:
-        """Takes part in the other ranks' forward; see the protocol.
+        """Takes part in the other ranks' forward; see the base class.
 
         With a row bound on GPUs no host waits for another: the outputs of tokens that this host's
         experts serve are NaN, and the ranks of this host raise the reason at their next call.
@@ -471,26 +426,19 @@ class HostsBackend(OfGroup):
 
         self._there_and_back(legs, [out for out, _ in begun], launch)
 
-    def put_off(self, error: FlashMoEError) -> None:
-        """Has the next forward raise an error on every rank; see the protocol."""
-        self._untold = error
-
     def raise_pending_fault(self) -> None:
-        """Raises what a launch within this host has found wrong; see the protocol."""
+        """Raises what a launch within this host has found wrong; see the base class."""
         for one in self._distinct():
             one.raise_pending_fault()
 
     def early_fc2_grads(self) -> AbstractContextManager[object] | None:
-        """Lets others begin with those that the backend within the host has; see the protocol."""
+        """Lets others begin with those that the backend within the host has; see the base class."""
         return None if self._last is None else self._last.early_fc2_grads()
 
     def _cross(
         self,
         choices: Choices,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        *,
-        followed: bool,
+        given: Given,
     ) -> tuple[list[ExactCrossing] | list[FixedCrossing], list[int]]:
         """How the tokens cross, and the most tokens of any rank on each leg. Collective.
 
@@ -505,11 +453,11 @@ class HostsBackend(OfGroup):
         everyone: list[list[int]] = []
         if self._host_reads:
             words = self._words(is_refused=choices.is_bad.any())
-            words[1].fill_(len(leaves) if followed else len(leaves) + UNFOLLOWED)
+            words[1].fill_(len(leaves) if given.followed else len(leaves) + UNFOLLOWED)
             words[2:] = leaves.sum(0)
             everyone = self._gather(words)
             if any(words[0] for words in everyone):
-                problem = routing_problem(self.config, probs, routing_map)
+                problem = routing_problem(self.config, given.probs, given.routing_map)
                 raise self._hear(None if problem is None else reason_of(RoutingError(problem)))
             self.unfollowed = unfollowed_ranks([words[1] for words in everyone])
         if self._is_fixed:
@@ -577,12 +525,6 @@ class HostsBackend(OfGroup):
         assert told is not None
         return told
 
-    def _raise_untold(self) -> None:
-        """Raises what the other hosts have not been told of, which tells them."""
-        error, self._untold = self._untold, None
-        if error is not None:
-            raise error
-
     def _on_this_host(self, error: Exception) -> Exception:
         """The error with the host whose ranks its message counts."""
         if not isinstance(error, FlashMoEError):
@@ -601,16 +543,3 @@ class HostsBackend(OfGroup):
                 f"grad_out is {grad_out.dtype} on {grad_out.device}, wanted {wanted[0]} on "
                 f"{wanted[1]}, as the forward's output"
             )
-
-    def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
-        """Checks them here, so that all hosts hear of it; once, as long as they are the same."""
-        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-        tensors = [tensor for kind in kinds for tensor in kind]
-        form = (device, weights.transposed, *map(len, kinds))
-        if form == self._checked_form and all(
-            ref() is tensor and tensor is not None  # what a dead one refers to
-            for ref, tensor in zip(self._checked, tensors, strict=True)
-        ):
-            return
-        check_weights(self.config, weights, device)
-        self._checked, self._checked_form = [weakref.ref(one) for one in tensors], form

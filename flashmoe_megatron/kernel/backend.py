@@ -5,20 +5,20 @@ import ctypes
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import (
-    ExpertWeights,
+from flashmoe_megatron.call import (
+    Backend,
+    Given,
+    Grads,
+    NaNResult,
     Together,
     TrafficCounters,
-    Untold,
-    Void,
-    WeightGrad,
     unmatched_backward,
 )
 from flashmoe_megatron.checks import (
@@ -28,7 +28,7 @@ from flashmoe_megatron.checks import (
     check_split,
     check_tokens,
 )
-from flashmoe_megatron.config import ALIGNMENT_BYTES, Keep, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
@@ -43,10 +43,11 @@ from flashmoe_megatron.kernel.memory import check_slots_fit, transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
-from flashmoe_megatron.ranks import OfGroup, Ranks
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.weights import ExpertWeights
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -74,31 +75,25 @@ class SavedForward:
 class PendingForward:
     """A forward that has begun: its plan is under way, or will be part of the layer's launch."""
 
+    given: Given
     group: bindings.FlashMoEGroup
     plan: torch.Tensor
-    x: torch.Tensor
-    probs: torch.Tensor
-    routing_map: torch.Tensor
-    router: Router | None
     num_row_blocks: int | None
     """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
     is_settled: bool
     """Its replicas have been settled on before."""
-    followed: bool
-    """A backward of it follows on this rank."""
-    first_plan: torch.Tensor | None
-    """Where it runs again for its backward, the header of its first plan."""
 
-    def given(self, router: Router | None) -> tuple[object, ...]:
+    def arguments(self, router: Router | None) -> tuple[object, ...]:
         """What this rank brings, as :func:`~flashmoe_megatron.kernel.ops.given` gives it."""
+        given = self.given
         return ops.given(
-            self.x,
-            self.probs,
-            self.routing_map,
+            given.x,
+            given.probs,
+            given.routing_map,
             router,
             is_settled=self.is_settled,
-            has_no_backward=not self.followed,
-            first_plan=self.first_plan,
+            has_no_backward=not given.followed,
+            first_plan=given.first_plan,
         )
 
 
@@ -153,7 +148,7 @@ def _on_own_device(method: _Method) -> _Method:
     return cast(_Method, run)
 
 
-class KernelBackend(OfGroup):
+class KernelBackend(Backend):
     """The routed experts of one layer as one persistent kernel per direction.
 
     Args:
@@ -181,11 +176,9 @@ class KernelBackend(OfGroup):
         num_ctas: int | None = None,
         options: BackendOptions | None = None,
     ) -> None:
-        self.config = config
         self.options = options or BackendOptions()
         check_slots(config, self.options.spare_slots, self.options.placement)
         self.spare_slots = self.options.filled_slots if config.num_ranks > 1 else 0
-        self.keep: Keep = choose_keep(self.options.keep, config)
         self.device = torch.device(device)
         if self.device.index is None:
             self.device = torch.device(self.device.type, torch.cuda.current_device())
@@ -202,12 +195,12 @@ class KernelBackend(OfGroup):
                 f"the group has {ranks.num_ranks} ranks, the layer wants {config.num_ranks}"
             )
         self.memory = memory or shared_memory(group, self.device, self.options)
-        self.num_calls = 0
-        self.unfollowed: tuple[int, ...] = ()
-        """See :class:`flashmoe_megatron.backend.Backend`. Where this host does not wait for the
-        plan, the backward's launch looks for such ranks."""
-        self.takes_split = True
-        self.rank = rank if rank is not None else ranks.rank
+        super().__init__(
+            config,
+            keep=choose_keep(self.options.keep, config),
+            rank=rank if rank is not None else ranks.rank,
+            takes_split=True,
+        )
         properties = torch.cuda.get_device_properties(self.device)
         if self.options.filled_slots:  # on one rank, too, which will be several
             check_slots_fit(config, self.options.filled_slots, properties.total_memory)
@@ -226,47 +219,32 @@ class KernelBackend(OfGroup):
         self._bounds: dict[bool, int | None] = {}
         self._sizes = bindings.FlashMoESizes()
         self._tables = AddressTables(config, self.memory, self.device)
-        self._untold = Untold()
         self._early_number = 0
         """Number of the last backward, if fc2's gradients are complete before its end, else 0."""
 
     @_on_own_device
-    def forward(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        weights: ExpertWeights,
-        *,
-        training: bool,
-        followed: bool | None = None,
-        first_plan: torch.Tensor | None = None,
-        layer: int = 0,
-        router: Router | None = None,
-    ) -> tuple[torch.Tensor, SavedForward | Void | torch.Tensor | None]:
-        """Applies the routed experts, see :class:`flashmoe_megatron.backend.Backend`."""
+    def _forward(
+        self, given: Given, weights: ExpertWeights
+    ) -> tuple[torch.Tensor, SavedForward | NaNResult | torch.Tensor | None]:
+        """Leaves it to the backward's launch to look for ranks that have no backward.
+
+        It does so where this host does not wait for the plan, and ``unfollowed`` is empty then.
+        """
         with Together(self):
             tables = self._use_weights(weights)
             self._describe()
         with Together(self, may_be_void=True) as together:
-            self._raise_shared(first_plan)
-            self._check_call(x, probs, routing_map, router)
-            bound = self._bounds[training]
+            self._raise_shared(given.first_plan)
+            self._check_call(given)
+            bound = self._bounds[given.training]
             # A rank without room for them can still tell the others.
-            buffers = None if bound is None else self._make_buffers(bound, x, training=training)
-            pending = self._begin(
-                x,
-                probs,
-                routing_map,
-                router,
-                bound,
-                layer=layer,
-                followed=training if followed is None else followed,
-                first_plan=first_plan,
-            )
+            buffers = None
+            if bound is not None:
+                buffers = self._make_buffers(bound, given.x, training=given.training)
+            pending = self._begin(given, bound)
         if together.void is not None:
-            return self._end(together.void, x, probs, router)
-        return self._finish(pending, tables, buffers, training=training, layer=layer)
+            return self._end(together.void, given)
+        return self._finish(pending, tables, buffers, training=given.training)
 
     @_on_own_device
     def settle(
@@ -276,7 +254,7 @@ class KernelBackend(OfGroup):
         *,
         layer: int,
     ) -> None:
-        """See :class:`~flashmoe_megatron.backend.LooksAhead`; runs on a stream of its own."""
+        """See :class:`~flashmoe_megatron.call.LooksAhead`; runs on a stream of its own."""
         if not self.spare_slots:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -302,8 +280,8 @@ class KernelBackend(OfGroup):
         return settled_for == (self, layer) and not torch.cuda.is_current_stream_capturing()
 
     @_on_own_device
-    def refuse(self, reason: str) -> Void | None:
-        """See :class:`flashmoe_megatron.backend.Backend`."""
+    def refuse(self, reason: str) -> NaNResult | None:
+        """See :class:`flashmoe_megatron.call.Backend`."""
         self.num_calls += 1
         self.memory.settled_for = None
         if self.config.num_ranks == 1 or torch.cuda.is_current_stream_capturing():
@@ -337,7 +315,7 @@ class KernelBackend(OfGroup):
         self.memory.is_void = self.memory.seconds_of_fault() > self.options.timeout
         return not self.memory.is_void
 
-    def _void(self, plan: torch.Tensor, reason: str) -> Void:
+    def _void(self, plan: torch.Tensor, reason: str) -> NaNResult:
         """A forward whose plan has failed, and of whose error some rank's host hears later.
 
         The fault stays. A host that knows of it launches nothing but plans that it waits for, which
@@ -357,16 +335,14 @@ class KernelBackend(OfGroup):
             probs_dtype=torch.float32,
             layer=0,
         )
-        return Void(saved, reason)
+        return NaNResult(saved, reason)
 
     @staticmethod
-    def _end(
-        void: Void, x: torch.Tensor, probs: torch.Tensor, router: Router | None
-    ) -> tuple[torch.Tensor, Void]:
-        """What a forward gives that ends by an error that is raised later."""
-        if router is not None:
-            router.spoil()
-        return torch.full_like(x, torch.nan), void.of(probs)
+    def _end(void: NaNResult, given: Given) -> tuple[torch.Tensor, NaNResult]:
+        """Returns what a forward gives that ends by an error that is raised later."""
+        if given.router is not None:
+            given.router.spoil()
+        return torch.full_like(given.x, torch.nan), void.of(given.probs)
 
     def _raise_shared(self, first_plan: torch.Tensor | None) -> None:
         """Raises what is to be told to all ranks: an error that this rank's host knows of.
@@ -376,7 +352,7 @@ class KernelBackend(OfGroup):
         that some rank lacks: it may be a part of one itself, in which that rank hears nothing.
         """
         if first_plan is None:
-            self._untold.tell()
+            self._pending.tell()
         elif self.memory.unfollowed():
             return
         if self._can_share and self.memory.has_shared_fault:
@@ -401,7 +377,7 @@ class KernelBackend(OfGroup):
 
         Args:
             x: ``[num_tokens, hidden]``, contiguous, in the dtype of the weights.
-            probs: What :meth:`~flashmoe_megatron.backend.Backend.forward` takes.
+            probs: What :meth:`~flashmoe_megatron.call.Backend.forward` takes.
             routing_map: Likewise.
             num_row_blocks: Blocks of 128 rows that each buffer of received rows holds. Nothing is
                 launched yet, and :meth:`finish` launches the whole layer without waiting; if some
@@ -413,35 +389,22 @@ class KernelBackend(OfGroup):
         """
         self._use_layout(self._transposed, self._split, x.dtype)
         self._describe()
-        self._check_call(x, probs, routing_map, None)
-        return self._begin(
-            x,
-            probs,
-            routing_map,
-            None,
-            num_row_blocks,
-            layer=0,
-            followed=followed,
-            first_plan=first_plan,
-        )
+        given = Given(x, probs, routing_map, True, followed, first_plan=first_plan)
+        self._check_call(given)
+        return self._begin(given, num_row_blocks)
 
     @_on_own_device
     def finish(
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
-    ) -> tuple[torch.Tensor, SavedForward | Void | torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, SavedForward | NaNResult | torch.Tensor | None]:
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
-        return self._finish(pending, self._use_weights(weights), training=training, layer=0)
+        return self._finish(pending, self._use_weights(weights), training=training)
 
-    def _check_call(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        router: Router | None,
-    ) -> None:
-        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
-        if router is not None:
-            check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
+    def _check_call(self, given: Given) -> None:
+        tokens = given.x, given.probs, given.routing_map
+        check_tokens(self.config, *tokens, dtype=self._dtype, device=self.device)
+        if given.router is not None:
+            check_kernel_tensor("router weight", given.router.weight, self.device, self._dtype)
 
     def _make_buffers(self, num_row_blocks: int, x: torch.Tensor, *, training: bool) -> _Buffers:
         sizes = self._sizes
@@ -452,37 +415,17 @@ class KernelBackend(OfGroup):
             out=torch.empty_like(x),
         )
 
-    def _begin(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        router: Router | None,
-        num_row_blocks: int | None,
-        *,
-        layer: int,
-        followed: bool = True,
-        first_plan: torch.Tensor | None = None,
-    ) -> PendingForward:
+    def _begin(self, given: Given, num_row_blocks: int | None) -> PendingForward:
         plan = self._empty(self._sizes.plan_bytes)
         self.num_calls += 1  # what comes now concerns every rank
         self.unfollowed = ()
         problem = self._prepare()
         with self.memory.promised:
-            pending = PendingForward(
-                self.memory.open(),
-                plan,
-                x,
-                probs,
-                routing_map,
-                router,
-                num_row_blocks,
-                self._take_settled(layer),
-                followed,
-                first_plan,
-            )
+            is_settled = self._take_settled(given.layer)
+            pending = PendingForward(given, self.memory.open(), plan, num_row_blocks, is_settled)
             if num_row_blocks is None:
-                ops.plan(plan, *_addresses(problem, pending.group), *pending.given(router))
+                arguments = pending.arguments(given.router)
+                ops.plan(plan, *_addresses(problem, pending.group), *arguments)
         return pending
 
     def _finish(
@@ -492,9 +435,9 @@ class KernelBackend(OfGroup):
         buffers: _Buffers | None = None,
         *,
         training: bool,
-        layer: int,
-    ) -> tuple[torch.Tensor, SavedForward | Void | torch.Tensor | None]:
-        blocks, router = pending.num_row_blocks, pending.router
+    ) -> tuple[torch.Tensor, SavedForward | NaNResult | torch.Tensor | None]:
+        given, blocks = pending.given, pending.num_row_blocks
+        router = given.router
         is_planned = blocks is None
         problem = self._describe()
         if blocks is None:
@@ -503,9 +446,9 @@ class KernelBackend(OfGroup):
                 outcome = self._await_plan(problem, pending.group)
             if self._goes_on(outcome):
                 void = self._void(pending.plan, reason_of(self.memory.fault()))
-                return self._end(void, pending.x, pending.probs, router)
+                return self._end(void, given)
             if outcome.status != bindings.OK:
-                if pending.first_plan is not None:  # else all ranks have the fault
+                if given.first_plan is not None:  # else all ranks have the fault
                     self._put_off_unmatched()
                 raise self._failure(outcome)
             self.unfollowed = bindings.ranks_of(outcome.unfollowed)
@@ -513,7 +456,7 @@ class KernelBackend(OfGroup):
             router = None  # it has run in the plan
         with self.memory.promised:
             if buffers is None:
-                buffers = self._make_buffers(blocks, pending.x, training=training)
+                buffers = self._make_buffers(blocks, given.x, training=training)
             rows, preact, scratch, out = buffers
             ops.forward(
                 pending.plan,
@@ -525,23 +468,23 @@ class KernelBackend(OfGroup):
                 out,
                 blocks,
                 is_planned,
-                layer,
+                given.layer,
                 *_addresses(problem, pending.group),
-                *pending.given(router),
+                *pending.arguments(router),
             )
         if preact is None:
-            return out, self._header_of(pending.plan) if pending.followed else None
+            return out, self._header_of(pending.plan) if given.followed else None
         keeps_rows = self.keep != "preactivations"
         saved = SavedForward(
             plan=pending.plan,
             rows=rows if keeps_rows else None,
-            x=None if keeps_rows else pending.x,
+            x=None if keeps_rows else given.x,
             preact=preact,
             num_row_blocks=blocks,
-            num_tokens=pending.x.shape[0],
-            num_columns=pending.probs.shape[1],
-            probs_dtype=pending.probs.dtype,
-            layer=layer,
+            num_tokens=given.x.shape[0],
+            num_columns=given.probs.shape[1],
+            probs_dtype=given.probs.dtype,
+            layer=given.layer,
         )
         return out, saved
 
@@ -561,22 +504,17 @@ class KernelBackend(OfGroup):
         return _PlanOutcome(status, blocks.value, unfollowed.value, bool(is_heard_late.value))
 
     @_on_own_device
-    def backward(
+    def _backward(
         self,
         grad_out: torch.Tensor,
-        saved: SavedForward | Void,
+        saved: SavedForward | NaNResult,
         weights: ExpertWeights,
-        grad_fc1: Sequence[WeightGrad],
-        grad_fc2: Sequence[WeightGrad],
-        grad_fc1_bias: Sequence[WeightGrad] = (),
-        grad_fc2_bias: Sequence[WeightGrad] = (),
+        grads: Grads,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`flashmoe_megatron.backend.Backend`."""
-        if isinstance(saved, Void):
+        if isinstance(saved, NaNResult):
             dtype = (weights.fc1 or weights.fc2)[0].dtype
             none = torch.empty(0, self.config.hidden, dtype=dtype, device=self.device)
-            kinds = grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias
-            self.backward(none, saved.saved, weights, *kinds)
+            self._backward(none, saved.saved, weights, grads)
             return saved.gradients(grad_out)
         with self.memory.promised:
             check_grad_out(self.config, grad_out, saved.num_tokens)
@@ -585,15 +523,13 @@ class KernelBackend(OfGroup):
                 grad_out = grad_out.clone()
             tables = self._use_weights(weights)
             check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
-            targets = [*grad_fc1, *grad_fc2, *grad_fc1_bias, *grad_fc2_bias]
             try:
-                grads, table = self._use_grads(targets)
+                written, table = self._use_grads(grads)
                 is_void = False
             except ShapeError as error:
-                if self.config.num_ranks == 1:
+                if self._is_alone:
                     raise
-                scratch_grads = self._untold.keep(error, weights, [targets])
-                grads, table = self._use_grads(list(itertools.chain(*scratch_grads)))
+                written, table = self._use_grads(self._pending.for_nobody(error, weights, grads))
                 is_void = True
         problem = self._prepare()
         with self.memory.promised:
@@ -622,32 +558,32 @@ class KernelBackend(OfGroup):
                 grad_probs,
                 table,
                 blocks,
-                ops.dtype_code(grads.grads[0].buffer.dtype),
-                grads.grads[0].accumulate,
+                ops.dtype_code(written.grads[0].buffer.dtype),
+                written.grads[0].accumulate,
                 number,
                 saved.layer,
                 *addresses,
             )
-        grads.settle()
-        self._early_number = number if grads.are_own else 0
+        written.settle()
+        self._early_number = number if written.are_own else 0
         if is_void:
             grad_x.fill_(torch.nan)
             grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
-    def _use_grads(self, targets: list[WeightGrad]) -> tuple[UniformGrads, torch.Tensor]:
+    def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
         """Gradients as the kernel writes them, and their table.
 
         Raises:
             ShapeError: One of them cannot be written.
         """
-        grads = UniformGrads(targets)
+        grads = UniformGrads(list(itertools.chain(*targets)))
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         return grads, table
 
     @_on_own_device
     def early_fc2_grads(self) -> contextlib.AbstractContextManager[object] | None:
-        """See :class:`flashmoe_megatron.backend.Backend`."""
+        """See :class:`flashmoe_megatron.call.Backend`."""
         number = self._early_number
         if not number or number != self.memory.early_fc2.num_backwards:
             return None
@@ -676,10 +612,6 @@ class KernelBackend(OfGroup):
             pad_rows_local=counts.pad_rows_made,
         )
 
-    def put_off(self, error: FlashMoEError) -> None:
-        """See :class:`flashmoe_megatron.backend.Backend`."""
-        self._untold.put_off(error)
-
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.
 
@@ -706,10 +638,10 @@ class KernelBackend(OfGroup):
     def _put_off_unmatched(self) -> None:
         """Has the ranks without a backward of this one's hear of it in their next call."""
         if unfollowed := self.memory.unfollowed():
-            self._untold.put_off(unmatched_backward(unfollowed))
+            self.put_off(unmatched_backward(unfollowed))
 
     def take_records(self) -> list[LaunchRecord]:
-        """See :class:`flashmoe_megatron.backend.Backend`. All layers of a group share them."""
+        """See :class:`flashmoe_megatron.call.Backend`. All layers of a group share them."""
         return self.memory.take_records(self.config.num_ranks)
 
     @property

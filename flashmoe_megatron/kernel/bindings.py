@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashmoe_megatron.backend import unmatched_backward
+from flashmoe_megatron.call import unmatched_backward
 from flashmoe_megatron.config import MAX_RANKS, Activation, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,

@@ -5,8 +5,8 @@ from operator import attrgetter, itemgetter
 
 import torch
 
-from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import ALIGNMENT_BYTES
+from flashmoe_megatron.weights import WeightGrad
 
 
 class UniformGrads:

@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import MATRIX, VECTOR, ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import check_kernel_tensor, check_weights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.group_memory import GroupMemory
+from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad
 
 MOST_LAYERS = 1024
 """Most layers with tables that share a backend; tables of weights that move must not pile up."""

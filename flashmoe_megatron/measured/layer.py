@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
 class RandomLayer:

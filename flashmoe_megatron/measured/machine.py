@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
@@ -34,6 +33,7 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.telemetry.record import DIRECTIONS
 from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+from flashmoe_megatron.weights import ExpertWeights
 
 NUM_RANKS = 2
 WARM_UP = 5

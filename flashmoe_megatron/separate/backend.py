@@ -13,31 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import (
-    MATRIX,
-    VECTOR,
-    ExpertWeights,
-    Together,
-    TrafficCounters,
-    Untold,
-    WeightGrad,
-    unstacked,
-)
+from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
 from flashmoe_megatron.checks import (
     check_grad_out,
-    check_readable,
-    check_tokens,
-    check_weight_grads,
-    check_weights,
 )
-from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
-from flashmoe_megatron.ranks import OfGroup, Ranks
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.placement import Placement
-from flashmoe_megatron.router import Router
 from flashmoe_megatron.separate import lanes
 from flashmoe_megatron.separate.activations import accumulation_dtype
 from flashmoe_megatron.separate.agreement import Agreement
@@ -68,6 +54,7 @@ from flashmoe_megatron.separate.steps import Steps, steps_for
 from flashmoe_megatron.separate.tensor import TensorGroup
 from flashmoe_megatron.separate.ways import Way, Ways, arrived, returned
 from flashmoe_megatron.telemetry.record import LaunchRecord, read_launch_number
+from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 
 _Pair = tuple[torch.Tensor, torch.Tensor, Sequence[WeightGrad]]
 """Rows by expert whose ``left.T @ right`` are gradients of matrices, and where these go."""
@@ -104,8 +91,8 @@ class _Saved:
     placement: Placement | None
 
 
-class SeparateBackend(OfGroup):
-    """Routed experts in parts; implements :class:`~flashmoe_megatron.backend.Backend`.
+class SeparateBackend(Backend):
+    """Routed experts in parts; implements :class:`~flashmoe_megatron.call.Backend`.
 
     Rows travel unpadded and nothing is dropped. The host waits once in a forward, for the counts of
     rows, and never in a backward. Products are in ``x.dtype``; activations, routing weights and
@@ -116,7 +103,6 @@ class SeparateBackend(OfGroup):
         degrees: Parts in forward and in backward.
         hooks: Called before and after the stages of every call.
         slices: What is reduced in a backward's gaps, ``None`` for nothing.
-        traffic: What this rank has sent so far.
     """
 
     def __init__(
@@ -145,18 +131,15 @@ class SeparateBackend(OfGroup):
             degrees: Parts in forward and in backward.
             tensor: The ranks that share each expert, if any do.
             replicas: The spare slots, if there are any.
-            takes_split: As the protocol has it.
+            takes_split: As the base class has it.
         """
-        self.config = config
+        keep = choose_keep(options.keep, config)
+        super().__init__(config, keep=keep, rank=talk.rank, takes_split=takes_split)
         self.degrees = degrees
         self.hooks = Hooks()
         self.slices: GradientSlices | None = None
-        self.keep: Keep = choose_keep(options.keep, config)
-        self.rank, self.traffic = talk.rank, talk.traffic
-        self.num_calls = 0
-        self.takes_split = takes_split
+        self._traffic = talk.traffic
         self._device, self._tensor, self._replicas = device, tensor, replicas
-        self._untold = Untold()
         self._exchange = exchange
         most_blocks = None
         if options.row_bound is not None:  # every spare slot, too, may fill one block in part
@@ -171,12 +154,11 @@ class SeparateBackend(OfGroup):
         )
         self._ways = Ways(exchange, tensor, config.num_ranks, travels=not self._agreement.is_alone)
         self._records = Records(config, self.rank, moments)
-        self._checked: tuple[Any, ...] | None = None
 
     @property
-    def unfollowed(self) -> tuple[int, ...]:
-        """The ranks that have no backward of the last forward; see the protocol."""
-        return self._agreement.unfollowed
+    def traffic(self) -> TrafficCounters:
+        """What this rank has sent and padded so far."""
+        return self._traffic
 
     @property
     def streams(self) -> dict[str, Lane]:
@@ -184,7 +166,7 @@ class SeparateBackend(OfGroup):
         return self._exchange.lanes
 
     def take_records(self) -> list[LaunchRecord]:
-        """Takes what is known of the calls that have ended; see the protocol.
+        """Takes what is known of the calls that have ended; see the base class.
 
         Phases follow each other on the current stream: the plan, the parts with what they had to
         wait for, and the end.
@@ -192,47 +174,18 @@ class SeparateBackend(OfGroup):
         return self._records.take()
 
     @torch.no_grad()
-    def forward(
-        self,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
-        weights: ExpertWeights,
-        *,
-        training: bool,
-        followed: bool | None = None,
-        first_plan: torch.Tensor | None = None,
-        layer: int = 0,
-        router: Router | None = None,
-    ) -> tuple[torch.Tensor, Any]:
-        """Applies the routed experts; collective over the group, see the protocol.
-
-        Raises:
-            ShapeError: A tensor is not what the layer was built for; as all that one rank refuses,
-                on every rank.
-            RowBoundError: On every rank, if any rank is to receive more rows than ``row_bound``
-                allows.
-            RoutingError: On every rank, if any rank's routing is unusable.
-            PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
-        """
+    def _forward(self, given: Given, weights: ExpertWeights) -> tuple[torch.Tensor, Any]:
         config = self.config
+        x, probs, routing_map, training, followed, layer, router, _ = given
         self._exchange.restart()
         with Together(self):
-            self._untold.tell()
-            check_readable("x", x)
-            self._check_weights(weights, x.device)
-            if self._tensor is not None and weights.fc2_bias:
-                raise ConfigError(
-                    "experts of several ranks with a bias in the second projection, which none of "
-                    "them has alone: wanted none, or whole experts"
-                )
-            check_tokens(config, x, probs, routing_map, dtype=weights.fc1[0].dtype, device=x.device)
+            self._check(given, weights)
             self.hooks.probe(x, probs)
             call, hooked = Call.of("forward", layer), self.hooks.run
             laps = self._records.begin(x.device)
-            given, x = x, hooked("before", "gate", x, call)
+            x = hooked("before", "gate", x, call)
             if router is not None:
-                if x is not given:
+                if x is not given.x:
                     raise ConfigError(
                         "a hook before gate replaced the tokens of a router within the launch, "
                         "which has its gradient from the caller's: wanted fuse_router=False"
@@ -248,14 +201,14 @@ class SeparateBackend(OfGroup):
             return self._forward_alone(
                 found, x, probs, routing_map, weights, laps, training=training, layer=layer
             )
-        is_followed = training if followed is None else followed
-        heard, placement = self._agreement.tell(found.counts, followed=is_followed), None
+        heard, placement = self._agreement.tell(found.counts, followed=followed), None
         if self._replicas is not None:
             found, heard, placement = self._replicas.place(self._agreement, found, heard, layer)
         cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
         probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         every, ready = self._ways.collect(x, cut.token_idx, degree)
         routes, all_counts = self._agreement.plan(heard, found, probs, routing_map)
+        self.unfollowed = self._agreement.unfollowed
         routes.cuts[degree] = cut
         self._count_pads(routes)
         weights, moved = self._of_slots(weights, placement)
@@ -387,15 +340,8 @@ class SeparateBackend(OfGroup):
             None,
         )
 
-    def put_off(self, error: FlashMoEError) -> None:
-        """Has the next forward raise an error on every rank; see the protocol."""
-        self._untold.put_off(error)
-
-    def raise_pending_fault(self) -> None:
-        """Does nothing, for every call raises its own faults; see the protocol."""
-
     def refuse(self, reason: str) -> None:
-        """Ends the other ranks' forward at once; see the protocol.
+        """Ends the other ranks' forward at once; see the base class.
 
         Raises:
             FlashMoEError: What has ended the exchange, of which they know themselves.
@@ -406,34 +352,18 @@ class SeparateBackend(OfGroup):
         self.num_calls += 1
         self._agreement.refuse(reason, self._device)
 
-    def early_fc2_grads(self) -> None:
-        """None are complete before the others; see the protocol."""
+    @property
+    def _is_alone(self) -> bool:
+        """See the base class; ranks that share experts take part, too."""
+        return self._agreement.is_alone
 
     @torch.no_grad()
-    def backward(
-        self,
-        grad_out: torch.Tensor,
-        saved: Any,
-        weights: ExpertWeights,
-        grad_fc1: Sequence[WeightGrad],
-        grad_fc2: Sequence[WeightGrad],
-        grad_fc1_bias: Sequence[WeightGrad] = (),
-        grad_fc2_bias: Sequence[WeightGrad] = (),
+    def _backward(
+        self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes all gradients of one forward; collective over the group, see the protocol."""
         config = self.config
         check_grad_out(config, grad_out, saved.num_tokens)
-        given = [grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias]
-        is_void = False
-        try:
-            check_weight_grads(weights, given)
-        except ShapeError as error:
-            if self._agreement.is_alone:
-                raise
-            grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias = self._untold.keep(
-                error, weights, given
-            )
-            is_void = True
+        written, is_void = self._writable(weights, grads)
         laps = self._records.begin(grad_out.device)
         self._exchange.restart()
         routes: Routes = saved.routes
@@ -516,17 +446,17 @@ class SeparateBackend(OfGroup):
         assert grad_pre is not None
         assert weighted is not None
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
-        pairs: list[_Pair] = [(grad_pre, rows, grad_fc1), (grad_y, weighted, grad_fc2)]
+        pairs: list[_Pair] = [(grad_pre, rows, written.fc1), (grad_y, weighted, written.fc2)]
         if weights.split:  # all gates and behind them all ups
             gate, up = grad_pre.chunk(2, dim=1)
-            gates, ups = _halves(grad_fc1)
+            gates, ups = _halves(written.fc1)
             pairs[:1] = [(gate, rows, gates), (up, rows, ups)]
         if weights.transposed:
             pairs = [(right, left, targets) for left, right, targets in pairs]
-        summands: list[_Summands] = [(grad_pre, grad_fc1_bias)] if grad_fc1_bias else []
-        if grad_fc2_bias:
+        summands: list[_Summands] = [(grad_pre, written.fc1_bias)] if written.fc1_bias else []
+        if written.fc2_bias:
             weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
-            summands.append((weighted_y, grad_fc2_bias))
+            summands.append((weighted_y, written.fc2_bias))
         if saved.placement is None:
             for left, right, targets in pairs:
                 steps.add_weight_grad(targets, left, right, whole.ends, whole.counts)
@@ -591,21 +521,12 @@ class SeparateBackend(OfGroup):
         return moved
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
-        """Checks weights unless the last ones looked the same."""
-        looks: tuple[Any, ...] | None = (
-            weights.transposed,
-            weights.split,
-            device,
-            *(
-                (kind, type(one), one.shape, one.stride(), one.dtype, one.device)
-                for kind, tensors in vars(weights).items()
-                if isinstance(tensors, tuple)
-                for one in tensors
-            ),
-        )
-        if looks != self._checked:
-            check_weights(self.config, weights, device)
-            self._checked = looks
+        super()._check_weights(weights, device)
+        if self._tensor is not None and weights.fc2_bias:
+            raise ConfigError(
+                "experts of several ranks with a bias in the second projection, which none of "
+                "them has alone: wanted none, or whole experts"
+            )
 
     def _sizes(
         self, routes: Routes, all_counts: Table | None, degree: int

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.multipath.arena import Arena, Region
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot, row_bytes

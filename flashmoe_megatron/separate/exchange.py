@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
 from flashmoe_megatron.options import ExchangeKind

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.separate.activations import accumulation_dtype, activate, activate_backward
 from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
 from flashmoe_megatron.separate.products import Matrices, grads_one_by_one, one_by_one, store
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 _ALIKE = 8
 """Products of whole multiples of so many rows give each row the same bits, however many there are;

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from flashmoe_megatron.backend import MATRIX, ExpertWeights, WeightGrad, unstacked
 from flashmoe_megatron.separate.activations import accumulation_dtype
+from flashmoe_megatron.weights import MATRIX, ExpertWeights, WeightGrad, unstacked
 
 Matrices = Sequence[torch.Tensor] | torch.Tensor
 """One matrix for each expert, or a stack of them."""

@@ -11,7 +11,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
@@ -24,6 +23,7 @@ from flashmoe_megatron.separate.records import IN_TURN
 from flashmoe_megatron.separate.replicas import Planner, Replicas
 from flashmoe_megatron.separate.rows import RowExchange
 from flashmoe_megatron.separate.steps import Steps
+from flashmoe_megatron.weights import ExpertWeights
 
 
 class ReferenceBackend(SeparateBackend):
@@ -84,7 +84,7 @@ class ReferenceBackend(SeparateBackend):
         *,
         layer: int,
     ) -> None:
-        """See :class:`~flashmoe_megatron.backend.LooksAhead`; weights travel in the forward."""
+        """See :class:`~flashmoe_megatron.call.LooksAhead`; weights travel in the forward."""
         assert self._replicas is not None, "there are spare slots"
         self._replicas.settle(self._agreement.gather(routing_map.sum(0)), layer)
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.separate.agreement import Agreement, Heard, without_marks
 from flashmoe_megatron.separate.exchange import Exchange
 from flashmoe_megatron.separate.plan import Sorted
+from flashmoe_megatron.weights import ExpertWeights
 
 Planner = Callable[[Counts, Hosts | None], Placement]
 """Plans replicas from all ranks' routes and, if they are settled, the experts in spare slots."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, RowBoundError
 from flashmoe_megatron.ranks import Ranks

@@ -6,11 +6,11 @@ from typing import Protocol, cast
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.separate import plain
 from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
 from flashmoe_megatron.separate.products import Matrices
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
 class Steps(Protocol):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import TrafficCounters
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.activations import accumulation_dtype

@@ -15,12 +15,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.forks import ForkServer
 from tests.unit import cases
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import WeightGrad
 from tests.gpu import stress
 from tests.gpu.stress import Report, Scenario, Values, Way, make_scenario, schedule
 

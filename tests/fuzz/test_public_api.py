@@ -36,7 +36,7 @@ from flashmoe_megatron import (
     prepare_for_ddp,
     select_backend,
 )
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.hosts.rail import TorchRail

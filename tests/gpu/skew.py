@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel.symmetric import SymmetricAllocation
 from flashmoe_megatron.replicas.policy import When
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu.virtual import VirtualLayer, device, streams, streams_ahead
 from tools.bench.shapes import SHAPES
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import RoutingError
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu.expected import Expected, Results, assert_as_good, expected, to_device
 from tests.gpu.virtual import VirtualLayer, device, streams
 from tests.unit import cases

@@ -32,12 +32,12 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend, count_routes
 from flashmoe_megatron.replicas.policy import When
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import zipf

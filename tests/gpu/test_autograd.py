@@ -8,12 +8,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Keep
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import make_config

@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.layers import TOKENS, make_config, zipf
 from tests.gpu.test_one_launch import enough_blocks

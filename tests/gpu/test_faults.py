@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, assert_void, expected
 from tests.gpu.layers import TOKENS, make_config

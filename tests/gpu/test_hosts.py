@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
 from flashmoe_megatron.hosts.backend import HostsBackend, SavedOverHosts
@@ -19,6 +18,7 @@ from flashmoe_megatron.hosts.routes import Choices
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config, zipf

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import Keep
 from flashmoe_megatron.errors import RoutingError, RowBoundError
+from flashmoe_megatron.weights import WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, rows_of_ranks
 from flashmoe_megatron.replicas.policy import Policy, plan_replicas
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps, test_variants
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config, zipf

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.separate import kernels, plain
 from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import make_config
 from tests.unit import cases

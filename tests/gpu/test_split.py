@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.test_bad_input import make_backend, misaligned

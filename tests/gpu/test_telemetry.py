@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
@@ -20,6 +19,7 @@ from flashmoe_megatron.telemetry.reduce import Reduction
 from flashmoe_megatron.telemetry.registry import METRICS
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps
 from tests.gpu.layers import make_config
 from tests.gpu.spinner import Spinner

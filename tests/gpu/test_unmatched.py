@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, assert_void, expected
 from tests.gpu.layers import TOKENS, make_config

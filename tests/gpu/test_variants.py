@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.oracle import assert_close, moe_reference
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.virtual import VirtualLayer, device

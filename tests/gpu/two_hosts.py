@@ -36,7 +36,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import RoutingError
 from flashmoe_megatron.hosts.backend import HostsBackend
@@ -45,6 +45,7 @@ from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.faults.hosts_job import PHASES, arm
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import (
@@ -24,6 +23,7 @@ from flashmoe_megatron.kernel.backend import (
 )
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 # Read when CUDA starts: a hardware queue per stream, or one rank's launch waits behind another's.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid
@@ -19,6 +18,7 @@ from flashmoe_megatron.hosts.rail import Crossed, Stopwatch, count_crossed
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import Ranks, Value
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps
 from tests.gpu.expected import Results
 from tests.gpu.spinner import Wait

@@ -14,9 +14,9 @@ import torch
 from flashmoe_megatron.adapters.megatron import ddp_hooks
 from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
 from flashmoe_megatron.autograd import accumulator_of, moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 
 CONFIG = cases.make_config(num_ranks=1, num_experts=12, topk=2)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.weights import WeightGrad
 from tests.faults.jobs import write_record
 from tests.gpu.expected import assert_as_good, assert_void, expected
 from tests.gpu.layers import make_config

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import Backend, ExpertWeights, WeightGrad
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.config import DEFAULT_RESERVED_SMS, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError
 from flashmoe_megatron.hosts.backend import HostsBackend
@@ -42,6 +42,7 @@ from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import OVERLAP_CTAS, find_grid, select_backend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu.spinner import SHARED_BYTES, Wait
 from tests.gpu.two_hosts import PARTS as OVER_SOCKETS
 from tests.gpu.two_hosts import SOCKETS, Part, World, make_parser, parse, start, work

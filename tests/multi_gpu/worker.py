@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from flashmoe_megatron import planner
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import make_config, zipf
 from tests.gpu.virtual import poisoned_empties

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, placement_of
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead
+from flashmoe_megatron.call import Backend, LooksAhead
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.layer import moe_forward
+from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 
 RANKS, TOKENS, TOPK, LAYERS, STEPS = 3, 4, 2, 2, 12

@@ -8,11 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 
 

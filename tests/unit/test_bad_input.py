@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.checks import (
     check_kernel_tensor,
     check_split,
@@ -17,6 +16,7 @@ from flashmoe_megatron.checks import (
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import moe_forward
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
 

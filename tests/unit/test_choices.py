@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 

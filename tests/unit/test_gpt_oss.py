@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 
 pytestmark = pytest.mark.skipif(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from flashmoe_megatron.backend import WeightGrad
 from flashmoe_megatron.kernel.gradients import UniformGrads
+from flashmoe_megatron.weights import WeightGrad
 
 KINDS = [
     (torch.bfloat16, False),

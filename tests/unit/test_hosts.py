@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import planner
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.call import Backend, TrafficCounters
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, HeapError, ShapeError
 from flashmoe_megatron.hosts.backend import HostsBackend
@@ -30,6 +30,7 @@ from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import check_over_hosts, select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases, records
 from tests.unit.test_reference_backend import ROUTINGS, TOKENS, TOLERANCE, oracle

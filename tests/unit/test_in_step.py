@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.unit import cases, in_step
 from tests.unit.in_step import BAD, BAD_STEP, CONFIG, RANKS, Call, Rank, check_in_step
 from tests.unit.simulated_gpus import Gpus, install, make_backend

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.nn.utils import parametrize, prune
 
 from flashmoe_megatron import layer as layer_module
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.oracle import assert_close, moe_reference
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 

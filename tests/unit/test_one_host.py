@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashmoe_megatron import planner
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, HeapError, PeerTimeoutError, ShapeError
 from flashmoe_megatron.hosts import grid, rail
@@ -21,6 +21,7 @@ from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import Ranks, Value
 from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
-from flashmoe_megatron.backend import Void
+from flashmoe_megatron.call import NaNResult
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
 from tests.distributed import RankPool, refusal
@@ -258,7 +258,7 @@ def test_a_call_without_a_result_spoils_all_of_a_router(monkeypatch: pytest.Monk
     """Its gradients are NaN, those of what a router has become as well."""
     layer = make_layer()
     change(layer, "sequence")
-    monkeypatch.setattr(layer.backend, "refuse", lambda reason: Void(None, reason))
+    monkeypatch.setattr(layer.backend, "refuse", lambda reason: NaNResult(None, reason))
     monkeypatch.setattr(layer.backend, "backward", lambda grad, void, *_: void.gradients(grad))
     out = layer(tokens().t())
     assert out.isnan().all()

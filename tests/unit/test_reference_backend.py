@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import TILE_M, Activation, Keep, MoEConfig
 from flashmoe_megatron.errors import RowBoundError
 from flashmoe_megatron.layer import moe_forward, moe_router_forward
@@ -16,6 +16,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close, moe_reference
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.operators import Operators, gradients, saving
 from tests.unit import cases

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from flashmoe_megatron import errors
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, Together
+from flashmoe_megatron.call import Together
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 

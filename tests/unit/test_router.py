@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from flashmoe_megatron import MoEConfig, RouterConfig, moe_router_forward
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, Void
+from flashmoe_megatron.call import NaNResult
 from flashmoe_megatron.config import KEEPS
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.router import open_router
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 
@@ -251,7 +251,7 @@ def test_a_call_that_ends_without_a_result_has_chosen_nothing(
     """It is refused when the router's tensors are made, and nobody has filled them in."""
     config = dataclasses.replace(cases.CONFIG, gated=True, glu_interleave=32)
     backend = ReferenceBackend(config)
-    monkeypatch.setattr(backend, "refuse", lambda reason: Void(None, reason))
+    monkeypatch.setattr(backend, "refuse", lambda reason: NaNResult(None, reason))
     monkeypatch.setattr(torch, "empty", functools.partial(torch.full, fill_value=1.0))
     width, hidden = config.intermediate, config.hidden
     gate, up, down = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.backend import Untold
+from flashmoe_megatron.call import Given, PendingError
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError, ShapeError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import (
@@ -53,7 +53,7 @@ def test_calls_run_on_the_gpu_of_the_backend(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     "name",
     [
-        *("forward", "refuse", "begin", "finish", "backward"),
+        *("_forward", "refuse", "begin", "finish", "_backward"),
         "early_fc2_grads",
     ],
 )
@@ -80,7 +80,7 @@ class Planned(KernelBackend):
         self.memory.promised = Promised(self.memory)
         self.seconds_of_fault = 0.0
         self.options, self.keep = BackendOptions(timeout=5.0), "all"
-        self._dtype, self._untold = torch.bfloat16, Untold()
+        self._dtype, self._pending = torch.bfloat16, PendingError()
         self.outcome = outcome
         self._sizes = bindings.FlashMoESizes(plan_bytes=64)
         self._bounds = {False: None, True: None}
@@ -104,8 +104,8 @@ class Planned(KernelBackend):
     def _check_call(self, *_: object) -> None:
         pass
 
-    def _begin(self, *_: object, **__: object) -> PendingForward:
-        return PendingForward(*[None] * 10)  # type: ignore[arg-type]
+    def _begin(self, given: Given, *_: object) -> PendingForward:
+        return PendingForward(given, *[None] * 4)  # type: ignore[arg-type]
 
 
 def on_processor(backend: Planned) -> Planned:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, TrafficCounters, WeightGrad
+from flashmoe_megatron.call import Backend, TrafficCounters
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -40,6 +40,7 @@ from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.separate.rows import RowExchange
 from flashmoe_megatron.separate.tensor import TensorGroup
 from flashmoe_megatron.separate.ways import Way, Ways
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel import tables as kernel_tables
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.unit import cases
 from tests.unit.test_weights import BIASES, PROBLEM, SIZES, address_tables, make_biases
 

@@ -5,8 +5,8 @@ import types
 import pytest
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.kernel import bindings, tables
+from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases, native
 
 pytestmark = pytest.mark.library

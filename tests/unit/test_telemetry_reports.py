@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.autograd import in_backward, moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.measured.calibration import Calibration, Entry
@@ -28,6 +27,7 @@ from flashmoe_megatron.telemetry.registry import METRICS
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, TensorBoardSink, WandbSink
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import PATIENCE_S, RankPool
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases, records

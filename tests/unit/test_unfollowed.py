@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import UNFOLLOWED, unfollowed_ranks
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool
 from tests.unit import cases
 from tests.unit.test_hosts import make_backend as over_hosts

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights, WeightGrad
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel import bindings
@@ -20,7 +19,7 @@ from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close, moe_reference
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from flashmoe_megatron import ending, expert_group, select
 from flashmoe_megatron.adapters.experts import GroupBackends, shared_backends
 from flashmoe_megatron.adapters.indexed import IndexedExperts
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
@@ -22,6 +21,7 @@ from flashmoe_megatron.ranks import Ranks, _made
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
+from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool, refusal
 from tests.unit import cases
 from tests.unit.test_layer import make_layer, oracle

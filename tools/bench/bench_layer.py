@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from examples.arguments import count
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.layer import RouterOutput, moe_router_forward
 from flashmoe_megatron.telemetry.record import Direction
 from tools.arguments import exponent, not_negative, parser_of, row_bound, share

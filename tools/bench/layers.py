@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import MATRIX, Backend, ExpertWeights, unstacked
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.weights import MATRIX, ExpertWeights, unstacked
 from tools.bench import stopwatch
 from tools.bench.common import log
 from tools.bench.correctness import LayerResults, worst_of

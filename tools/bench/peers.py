@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.weights import ExpertWeights
 from tools.bench import stopwatch
 from tools.bench.shapes import Problem
 from tools.bench.unfused import GroupedWeights, unfused_layer

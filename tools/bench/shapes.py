@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.weights import ExpertWeights
 from tools.bench.stopwatch import device_here
 
 SEED = 1000

@@ -20,11 +20,10 @@ from flashmoe_megatron.adapters.probe import (
     in_mode,
     is_close,
 )
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.oracle import moe_reference
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from flashmoe_megatron.adapters.metrics import (
     add_tokens,
     warn_without_wandb,
 )
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.telemetry.record import LaunchRecord

@@ -20,10 +20,9 @@ from flashmoe_megatron.adapters.deepspeed.forwards import (
     check_unchanged,
 )
 from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 
 class FlashMOELayer(MOELayer):  # type: ignore[misc]

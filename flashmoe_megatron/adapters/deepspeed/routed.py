@@ -4,10 +4,9 @@ import torch
 
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION
 from flashmoe_megatron.adapters.indexed import IndexedExperts, ReadWeights
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 
 class RoutedExperts(IndexedExperts):

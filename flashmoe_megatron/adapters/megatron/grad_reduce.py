@@ -17,7 +17,7 @@ import torch
 from flashmoe_megatron.adapters.megatron import ddp_hooks, slices
 from flashmoe_megatron.adapters.megatron.multipath import over_links
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 
 _EARLY = "flashmoe_early_in"
 """Attribute of a parameter: the last backward that may complete its gradient before it ends."""

@@ -31,7 +31,7 @@ from flashmoe_megatron.adapters.metrics import (
     warn_without_wandb,
 )
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.backend import Backend
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics

@@ -46,7 +46,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
 )
 from flashmoe_megatron.adapters.megatron.weights import HeldWeights
 from flashmoe_megatron.autograd import OnSaved, moe_apply
-from flashmoe_megatron.backend import Backend, ExpertWeights, LooksAhead, Together
+from flashmoe_megatron.call import Backend, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import within_host
@@ -54,6 +54,7 @@ from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.planner import plan_capacity
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.weights import ExpertWeights
 
 
 class RoutedExperts(LayerExperts):

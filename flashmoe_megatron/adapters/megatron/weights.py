@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.weights import WrappedWeights
+from flashmoe_megatron.weights import ExpertWeights, WrappedWeights
 
 
 class HeldWeights:

@@ -15,14 +15,13 @@ from flashmoe_megatron.adapters.forwards import touch_of
 from flashmoe_megatron.adapters.held import Holding
 from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts
 from flashmoe_megatron.adapters.options import ModuleOptions
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.options import make_options
 from flashmoe_megatron.touched import find_touched
-from flashmoe_megatron.weights import SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 _GPT_OSS = "torchtitan.models.gpt_oss.moe"
 """Not imported here: it brings all of that model along, and a model of it has imported it."""

@@ -17,11 +17,11 @@ from flashmoe_megatron.adapters.transformers.form import (
     read_shape,
     read_weights,
 )
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import make_options
+from flashmoe_megatron.weights import ExpertWeights
 
 _settings = ModuleOptions()
 

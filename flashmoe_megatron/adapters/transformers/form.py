@@ -22,11 +22,11 @@ from flashmoe_megatron.adapters.probe import (
     in_mode,
     is_close,
 )
-from flashmoe_megatron.backend import ExpertWeights
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.separate.activations import activate
 from flashmoe_megatron.touched import find_touched
+from flashmoe_megatron.weights import ExpertWeights
 
 _OFFSETS = (0.0, 1.0)
 """What models add to the up rows."""

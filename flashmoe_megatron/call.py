@@ -1,17 +1,24 @@
-"""What every backend offers: the routed experts of one layer, forward and backward.
+"""What a call of a layer's experts is, and what all backends do alike in it.
 
-The CUDA kernel and the reference in plain torch both implement :class:`Backend`; the autograd
+The CUDA kernel, the separate kernels and several hosts are a :class:`Backend` each; the autograd
 function, the adapters and the tests know nothing else of them.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from flashmoe_megatron.checks import (
+    check_readable,
+    check_tokens,
+    check_weight_grads,
+    check_weights,
+)
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -20,180 +27,32 @@ from flashmoe_megatron.errors import (
     reason_of,
     told_error,
 )
+from flashmoe_megatron.ranks import OfGroup
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
-    """The local experts' weights, wherever they live; read anew at each call.
+class Given(NamedTuple):
+    """What a forward is given beside the weights; see :meth:`Backend.forward`."""
 
-    Each tensor is one expert's or, with one more dimension in front, a stack of several experts'.
-    The tensors of a kind hold all local experts in order. Lists of them become tuples.
-
-    Attributes:
-        fc1: ``[fc1_rows, hidden]`` or ``[num_experts, fc1_rows, hidden]`` tensors, if gated with
-            the gate rows where :attr:`MoEConfig.glu_interleave` says.
-        fc2: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
-        transposed: The matrices are ``[hidden, fc1_rows]`` and ``[intermediate, hidden]`` instead
-            (the legacy GroupedMLP of Megatron-Core 0.16).
-        fc1_bias: ``[fc1_rows]`` or ``[num_experts, fc1_rows]`` tensors, added before the
-            activation; empty where the experts have none.
-        fc2_bias: ``[hidden]`` or ``[num_experts, hidden]`` tensors, added times the routing weight;
-            empty where the experts have none. The kernel wants both kinds or none.
-        split: Gate and up rows are matrices of their own, ``[intermediate, hidden]`` or stacks of
-            them: ``fc1`` has all local experts' gates and behind them all their ups. Only for
-            backends that take it (:attr:`Backend.takes_split`).
-    """
-
-    fc1: tuple[torch.Tensor, ...]
-    fc2: tuple[torch.Tensor, ...]
-    _: KW_ONLY
-    transposed: bool = False
-    fc1_bias: tuple[torch.Tensor, ...] = ()
-    fc2_bias: tuple[torch.Tensor, ...] = ()
-    split: bool = False
-
-    def __post_init__(self) -> None:
-        set_tuples(self, ("fc1", "fc2", "fc1_bias", "fc2_bias"))
-
-    def per_expert(self) -> "ExpertWeights":
-        """The same weights with one tensor for each expert: the own tensors and views of stacks."""
-        return ExpertWeights(
-            fc1=unstacked(self.fc1, MATRIX),
-            fc2=unstacked(self.fc2, MATRIX),
-            transposed=self.transposed,
-            fc1_bias=unstacked(self.fc1_bias, VECTOR),
-            fc2_bias=unstacked(self.fc2_bias, VECTOR),
-            split=self.split,
-        )
+    x: torch.Tensor
+    probs: torch.Tensor
+    routing_map: torch.Tensor
+    training: bool
+    followed: bool
+    layer: int = 0
+    router: Router | None = None
+    first_plan: torch.Tensor | None = None
 
 
-def set_tuples(weights: object, kinds: tuple[str, ...]) -> None:
-    """Makes tuples of the lists of tensors that a frozen object got, as autograd looks for tuples.
+class Grads(NamedTuple):
+    """Where the gradients of weights and biases go, kind by kind."""
 
-    Args:
-        weights: The object.
-        kinds: Its attributes.
-
-    Raises:
-        ShapeError: One is a tensor, or nothing that has tensors.
-    """
-    for name in kinds:
-        tensors = getattr(weights, name)
-        if type(tensors) is tuple:  # nothing else costs anything in a call
-            continue
-        if isinstance(tensors, torch.Tensor):
-            raise ShapeError(
-                f"{name} is one tensor of shape {tuple(tensors.shape)}, wanted a tuple of tensors; "
-                "a stack of all experts is (stack,)"
-            )
-        if not isinstance(tensors, Iterable):
-            raise ShapeError(f"{name} is a {type(tensors).__name__}, wanted a tuple of tensors")
-        object.__setattr__(weights, name, tuple(tensors))
-
-
-MATRIX, VECTOR = 2, 1
-"""Dimensions of one expert's weight and of its bias."""
-
-
-def unstacked(tensors: Sequence[torch.Tensor], num_dims: int) -> tuple[torch.Tensor, ...]:
-    """One tensor for each expert.
-
-    Args:
-        tensors: Tensors of one expert or of a stack.
-        num_dims: The dimensions of one expert's.
-    """
-    return tuple(
-        one
-        for tensor in tensors
-        for one in (tensor.unbind() if tensor.dim() > num_dims else (tensor,))
-    )
-
-
-class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each weight
-    """Where the gradient of one weight goes, or of one stack of weights.
-
-    Attributes:
-        buffer: Same shape and layout as the weight; float32 or the weight's dtype.
-        accumulate: Add to what the buffer holds (Megatron's ``main_grad``) or overwrite it.
-    """
-
-    buffer: torch.Tensor
-    accumulate: bool
-
-    def store(self, value: torch.Tensor) -> None:
-        """Adds or writes a gradient, in the buffer's dtype."""
-        if self.accumulate:
-            self.buffer.add_(value)
-        else:
-            self.buffer.copy_(value)
-
-
-class Untold:
-    """What a backward was refused for, which only a forward can tell the other ranks.
-
-    The next forward raises it on every rank. Where peers wait for this rank's part in the backward,
-    that goes on with gradients of NaN.
-    """
-
-    def __init__(self) -> None:
-        self._error: FlashMoEError | None = None
-
-    def put_off(self, error: FlashMoEError) -> None:
-        """Keeps an error for :meth:`tell`."""
-        self._error = error
-
-    def keep(
-        self, error: FlashMoEError, weights: ExpertWeights, grads: Sequence[Sequence[WeightGrad]]
-    ) -> list[list[WeightGrad]]:
-        """Puts an error off, and gives the backward that goes on buffers for nobody.
-
-        Args:
-            error: Why gradients cannot be written.
-            weights: The local experts.
-            grads: Where their gradients should go, kind by kind, which become NaN.
-
-        Returns:
-            Where they go instead, for nobody: those of fc1, of fc2, and of their biases.
-        """
-        self.put_off(error)
-        for grad in itertools.chain(*grads):
-            grad.buffer.fill_(torch.nan)
-        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-        return [
-            [
-                WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
-                for one in kind
-            ]
-            for kind in kinds
-        ]
-
-    def tell(self) -> None:
-        """Raises the error, once.
-
-        Raises:
-            FlashMoEError: There is one.
-        """
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-
-def unmatched_backward(unfollowed: Sequence[int]) -> ConfigError:
-    """The error of a backward that some ranks do not have.
-
-    Args:
-        unfollowed: These ranks, as :attr:`Backend.unfollowed` names them.
-    """
-    ranks = ", ".join(map(str, unfollowed))
-    return ConfigError(
-        f"this rank has a backward of its experts and cannot run it alone: none follows this "
-        f"forward on rank {ranks}, where grad mode was off or nothing that the experts were given "
-        "required a gradient, neither tokens nor probabilities nor weights (all frozen); wanted a "
-        "backward on every rank or on none: call with tokens that require a gradient on all ranks "
-        "(x.requires_grad_()), also on those whose experts are frozen, and in the same grad mode"
-    )
+    fc1: Sequence[WeightGrad]
+    fc2: Sequence[WeightGrad]
+    fc1_bias: Sequence[WeightGrad] = ()
+    fc2_bias: Sequence[WeightGrad] = ()
 
 
 @dataclass
@@ -220,11 +79,11 @@ class TrafficCounters:
 
 
 @dataclass
-class Void:
-    """What a forward saves that has no result, since not every rank's host knows of its error yet.
+class NaNResult:
+    """Saved state of a forward that failed, but whose error is raised later.
 
-    Its output is NaN, and so are the gradients of its backward, in which this rank takes part with
-    no tokens.
+    Not every rank's host knows of the error yet. The output is NaN, and so are the gradients of
+    its backward, in which this rank takes part with no tokens.
 
     Attributes:
         saved: What the backend's backward needs for no tokens.
@@ -238,18 +97,66 @@ class Void:
     probs_shape: tuple[int, ...] = ()
     probs_dtype: torch.dtype = torch.float32
 
-    def of(self, probs: torch.Tensor) -> "Void":
-        """The same for these probabilities."""
-        return Void(self.saved, self.reason, tuple(probs.shape), probs.dtype)
+    def of(self, probs: torch.Tensor) -> "NaNResult":
+        """Returns the same for these probabilities."""
+        return NaNResult(self.saved, self.reason, tuple(probs.shape), probs.dtype)
 
     def gradients(self, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """NaN for tokens and probabilities."""
+        """Returns NaN for tokens and probabilities."""
         probs = grad_out.new_full(self.probs_shape, torch.nan, dtype=self.probs_dtype)
         return torch.full_like(grad_out, torch.nan), probs
 
 
-class Backend(Protocol):
+class PendingError:
+    """An error of a backward, kept until the next forward can raise it on every rank.
+
+    Where peers wait for this rank's part in the backward, that goes on with gradients of NaN.
+    """
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def put_off(self, error: Exception) -> None:
+        """Keeps an error for the next forward."""
+        self._error = error
+
+    def for_nobody(self, error: FlashMoEError, weights: ExpertWeights, grads: Grads) -> Grads:
+        """Puts an error off, and gives the backward that goes on buffers that nobody reads.
+
+        Args:
+            error: Why gradients cannot be written.
+            weights: The local experts.
+            grads: Where their gradients should go, which become NaN.
+        """
+        self.put_off(error)
+        for grad in itertools.chain(*grads):
+            grad.buffer.fill_(torch.nan)
+        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+        return Grads(
+            *(
+                [
+                    WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
+                    for one in kind
+                ]
+                for kind in kinds
+            )
+        )
+
+    def tell(self) -> None:
+        """Raises the error, once.
+
+        Raises:
+            Exception: There is one, of this package but for a mistake in it.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+class Backend(OfGroup, ABC):
     """Routed experts of one layer on one expert-parallel group.
+
+    A subclass says what it checks, tells and computes in :meth:`_forward` and :meth:`_backward`.
 
     Both calls are collective over the group: every rank makes the same calls in the same order,
     also with no tokens. A forward that one rank refuses ends on every rank with that rank's error:
@@ -257,33 +164,39 @@ class Backend(Protocol):
     those of the forwards behind it, up to the first of which every rank's host knows of the error:
     that one raises it, on all.
 
+    Args:
+        config: The layer's shape.
+        keep: As the attribute.
+        rank: As the attribute.
+        takes_split: As the attribute.
+
     Attributes:
         config: The layer's shape.
         keep: What a forward keeps for its backward.
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part, refused ones included.
         takes_split: Whether it reads gate and up projections that are matrices of their own.
+        unfollowed: The ranks that have told in the last forward that no backward of it follows
+            there; none where this rank's host has not waited for what they tell.
     """
 
-    config: MoEConfig
-    keep: Keep
-    takes_split: bool
-    rank: int
-    num_calls: int
+    def __init__(
+        self, config: MoEConfig, *, keep: Keep, rank: int, takes_split: bool = False
+    ) -> None:
+        self.config, self.keep = config, keep
+        self.rank, self.takes_split = rank, takes_split
+        self.num_calls = 0
+        self.unfollowed: tuple[int, ...] = ()
+        self._pending = PendingError()
+        self._checked: tuple[object, ...] = ()
 
     @property
-    def unfollowed(self) -> tuple[int, ...]:
-        """The ranks that have told in the last forward that no backward of it follows there.
-
-        None where this rank's host has not waited for what they tell.
-        """
-        ...
-
-    @property
+    @abstractmethod
     def traffic(self) -> TrafficCounters:
         """What this rank has sent and padded so far."""
         ...
 
+    @abstractmethod
     def take_records(self) -> list[LaunchRecord]:
         """What launches have finished since the last call, oldest first. Not collective.
 
@@ -329,12 +242,54 @@ class Backend(Protocol):
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
             opaque ``saved``. Without ``training`` that is ``None`` or, if a backward will follow, a
-            ``first_plan`` for it. NaN and a :class:`Void`, whether or not
-            a backward will follow, where the call ends by an error that is raised later.
-        """
-        ...
+            ``first_plan`` for it. NaN and a :class:`NaNResult`, whether or not a backward will
+            follow, where the call ends by an error that is raised later.
 
-    def refuse(self, reason: str) -> Void | None:
+        Raises:
+            ShapeError: A tensor is not what the layer was built for; as all that one rank refuses,
+                on every rank.
+            RowBoundError: On every rank, if any rank is to receive more rows than ``row_bound``
+                allows.
+            RoutingError: On every rank, if any rank's routing is unusable.
+            PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
+        """
+        is_followed = training if followed is None else followed
+        given = Given(x, probs, routing_map, training, is_followed, layer, router, first_plan)
+        return self._forward(given, weights)
+
+    @abstractmethod
+    def _forward(self, given: Given, weights: ExpertWeights) -> tuple[torch.Tensor, Any]:
+        """Does what :meth:`forward` says."""
+
+    def _check(self, given: Given, weights: ExpertWeights) -> None:
+        """Raises an error that was put off, and what a forward cannot be given.
+
+        Raises:
+            FlashMoEError: There is something.
+        """
+        self._pending.tell()
+        x = given.x
+        check_readable("x", x)
+        self._check_weights(weights, x.device)
+        dtype = weights.fc1[0].dtype
+        check_tokens(self.config, x, given.probs, given.routing_map, dtype=dtype, device=x.device)
+
+    def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
+        """Checks weights unless the last ones looked the same."""
+        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+        looks: list[object] = [device, weights.transposed, weights.split, *map(len, kinds)]
+        for one in itertools.chain(*kinds):
+            if type(one) not in (torch.Tensor, torch.nn.Parameter) or one.layout != torch.strided:
+                looks = [None]  # never the same
+                break
+            looks += (one.shape, one.stride(), one.dtype, one.device)
+        if tuple(looks) != self._checked:
+            self._checked = ()
+            check_weights(self.config, weights, device)
+            self._checked = () if looks == [None] else tuple(looks)
+
+    @abstractmethod
+    def refuse(self, reason: str) -> NaNResult | None:
         """Takes part in the other ranks' forward in place of a call that this rank refuses.
 
         Collective over the group; waits for the other ranks.
@@ -378,7 +333,33 @@ class Backend(Protocol):
             ShapeError: ``grad_out`` is not a gradient of that forward's output; or there is one
                 rank, and a gradient of a weight cannot be written.
         """
-        ...
+        grads = Grads(grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)
+        return self._backward(grad_out, saved, weights, grads)
+
+    @abstractmethod
+    def _backward(
+        self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Does what :meth:`backward` says."""
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank takes part in a backward."""
+        return self.config.num_ranks == 1
+
+    def _writable(self, weights: ExpertWeights, grads: Grads) -> tuple[Grads, bool]:
+        """Returns where a backward writes, and whether nobody reads it since it cannot be right.
+
+        Raises:
+            ShapeError: There is one rank, and a gradient cannot be written.
+        """
+        try:
+            check_weight_grads(weights, grads)
+        except ShapeError as error:
+            if self._is_alone:
+                raise
+            return self._pending.for_nobody(error, weights, grads), True
+        return grads, False
 
     def put_off(self, error: FlashMoEError) -> None:
         """Has the next forward raise an error on every rank. Not collective.
@@ -386,7 +367,7 @@ class Backend(Protocol):
         Args:
             error: Why this rank does not begin a backward.
         """
-        ...
+        self._pending.put_off(error)
 
     def raise_pending_fault(self) -> None:
         """Raises what a launch has found wrong that the host did not wait for. Not collective.
@@ -396,7 +377,6 @@ class Backend(Protocol):
         Raises:
             FlashMoEError: A launch could not be completed.
         """
-        ...
 
     def early_fc2_grads(self) -> AbstractContextManager[object] | None:
         """Lets others begin with the gradients of fc2's weights before the backward ends.
@@ -408,7 +388,7 @@ class Backend(Protocol):
             weights, and for all that the backward itself has waited for, but not for its end.
             ``None`` where they are complete no earlier than the rest.
         """
-        ...
+        return None
 
 
 @runtime_checkable
@@ -455,7 +435,7 @@ class Together:
     """
 
     def __init__(self, backend: Backend, *, may_be_void: bool = False) -> None:
-        self.void: Void | None = None
+        self.void: NaNResult | None = None
         self.error: Exception | None = None
         self._backend = backend
         self._may_be_void = may_be_void
@@ -481,3 +461,19 @@ class Together:
         if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:
             raise told_error(backend.rank, reason) from error
         return False
+
+
+def unmatched_backward(unfollowed: Sequence[int]) -> ConfigError:
+    """The error of a backward that some ranks do not have.
+
+    Args:
+        unfollowed: These ranks, as :attr:`Backend.unfollowed` names them.
+    """
+    ranks = ", ".join(map(str, unfollowed))
+    return ConfigError(
+        f"this rank has a backward of its experts and cannot run it alone: none follows this "
+        f"forward on rank {ranks}, where grad mode was off or nothing that the experts were given "
+        "required a gradient, neither tokens nor probabilities nor weights (all frozen); wanted a "
+        "backward on every rank or on none: call with tokens that require a gradient on all ranks "
+        "(x.requires_grad_()), also on those whose experts are frozen, and in the same grad mode"
+    )

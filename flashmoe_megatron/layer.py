@@ -196,6 +196,7 @@ def moe_router_forward(
     return RouterOutput(out, probs, probs.clone(), torch.zeros_like(probs, dtype=torch.bool))
 
 
+_EXPERTS = ("fc1", "fc1_gate", "fc1_up", "fc2", "fc1_bias", "fc2_bias")
 RANK_BUFFER = "expert_rank"
 """The name of a layer's buffer with its rank, which an engine that makes ranks equal overwrites."""
 
@@ -522,8 +523,11 @@ class FlashMoELayer(nn.Module):
 
     def _weights(self, dtype: torch.dtype | None) -> ExpertWeights | SplitWeights:
         """This rank's experts, in another dtype if given one."""
-        local = {name: local_part(one) for name, one in self._experts()}
-        stacks = {name: (one if dtype is None else one.to(dtype),) for name, one in local.items()}
+        stacks: dict[str, tuple[torch.Tensor, ...]] = {}
+        for name in _EXPERTS:
+            if (one := getattr(self, name, None)) is not None:
+                local = local_part(one)
+                stacks[name] = (local if dtype is None else local.to(dtype),)
         if "fc1" in stacks:
             return ExpertWeights(**stacks, transposed=False, split=False)
         gate, up, down = (stacks.pop(name) for name in ("fc1_gate", "fc1_up", "fc2"))
@@ -531,7 +535,7 @@ class FlashMoELayer(nn.Module):
 
     def _experts(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The experts as they are computed with, by their names."""
-        for name in ("fc1", "fc1_gate", "fc1_up", "fc2", "fc1_bias", "fc2_bias"):
+        for name in _EXPERTS:
             tensor = getattr(self, name, None)
             if tensor is not None:
                 yield name, tensor

@@ -90,11 +90,10 @@ def unstacked(tensors: Sequence[torch.Tensor], num_dims: int) -> tuple[torch.Ten
         tensors: Tensors of one expert or of a stack.
         num_dims: The dimensions of one expert's.
     """
-    return tuple(
-        one
-        for tensor in tensors
-        for one in (tensor.unbind() if tensor.dim() > num_dims else (tensor,))
-    )
+    found: list[torch.Tensor] = []
+    for tensor in tensors:  # runs in every call
+        found += tensor.unbind() if tensor.dim() > num_dims else (tensor,)
+    return tuple(found)
 
 
 class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each weight

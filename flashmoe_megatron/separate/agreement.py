@@ -127,6 +127,8 @@ class Agreement:
         Raises:
             FlashMoEError: What a rank refuses, or rows beyond the bound, on every rank.
         """
+        if self.is_alone and self.most_blocks is None and not self._tells_all:
+            return self.plan_alone(heard.wait(), found, probs, routing_map), None
         config = self._config
         first_source = 0 if self._tensor is None else self._tensor.rank * config.num_ranks
         host, num_sent, num_received = heard.wait(), len(found.counts), heard.received.numel()

@@ -37,7 +37,7 @@ from flashmoe_megatron.separate.exchange import (
     TwoSteps,
     kind_of,
 )
-from flashmoe_megatron.separate.hooks import Call, Hooks, of_part
+from flashmoe_megatron.separate.hooks import UNHEARD, Call, Hooks, of_part
 from flashmoe_megatron.separate.lanes import Lane
 from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
 from flashmoe_megatron.separate.products import (
@@ -180,10 +180,12 @@ class SeparateBackend(Backend):
         self._exchange.restart()
         with Together(self):
             self._check(given, weights)
-            self.hooks.probe(x, probs)
-            call, hooked = Call.of("forward", layer), self.hooks.run
+            has_hooks, call = bool(self.hooks), UNHEARD
             laps = self._records.begin(x.device)
-            x = hooked("before", "gate", x, call)
+            if has_hooks:
+                self.hooks.probe(x, probs)
+                call = Call.of("forward", layer)
+                x = self.hooks.run("before", "gate", x, call)
             if router is not None:
                 if x is not given.x:
                     raise ConfigError(
@@ -191,7 +193,8 @@ class SeparateBackend(Backend):
                         "which has its gradient from the caller's: wanted fuse_router=False"
                     )
                 router.run(x, config.topk)
-            probs = hooked("after", "gate", probs, call)
+            if has_hooks:
+                probs = self.hooks.run("after", "gate", probs, call)
         self._device = x.device
         self.num_calls += 1
         steps = self._steps_for(x)
@@ -259,7 +262,8 @@ class SeparateBackend(Backend):
                     steps.put_rows(rows, part.rows, mine)
         laps.lap("parts")
         out = steps.sum_routes(returned(back, room), cut.place)
-        out = hooked("after", "combine", out, Call.of("forward", layer))
+        if has_hooks:
+            out = self.hooks.run("after", "combine", out, Call.of("forward", layer))
         laps.lap("combine")
         self._records.end(
             laps,
@@ -532,10 +536,11 @@ class SeparateBackend(Backend):
         self, routes: Routes, all_counts: Table | None, degree: int
     ) -> tuple[Sequence[Sizes], Sequence[Counts], Sizes, Counts]:
         """The sizes of all parts and by which counts they travel, then those of the whole."""
-        sizes, (whole,) = routes.sizes(degree), routes.sizes(1)
+        sizes = routes.sizes(degree)
         counts = self._agreement.counts_of(routes, all_counts, sizes)
         if degree == 1:
-            return sizes, counts, whole, counts[0]
+            return sizes, counts, sizes[0], counts[0]
+        (whole,) = routes.sizes(1)
         (total,) = self._agreement.counts_of(routes, all_counts, [whole])
         return sizes, counts, whole, total
 
@@ -554,8 +559,11 @@ class SeparateBackend(Backend):
 
     def _rows_of_experts(self, way: Way, part: Part, call: Call) -> torch.Tensor:
         """What experts compute with."""
-        rows = self.hooks.run("after", "dispatch", arrived(way, part), call)
-        return self.hooks.run("before", "experts", rows, call)
+        rows = arrived(way, part)
+        if self.hooks:
+            rows = self.hooks.run("after", "dispatch", rows, call)
+            rows = self.hooks.run("before", "experts", rows, call)
+        return rows
 
     def _combine(
         self,
@@ -566,8 +574,9 @@ class SeparateBackend(Backend):
         slot: Slot | None,
     ) -> Way:
         """Begins to send what experts have computed back, for rows sent by ``counts``."""
-        rows = self.hooks.run("after", "experts", rows, call)
-        rows = self.hooks.run("before", "combine", rows, call)
+        if self.hooks:
+            rows = self.hooks.run("after", "experts", rows, call)
+            rows = self.hooks.run("before", "combine", rows, call)
         return self._ways.back(rows, counts, part, slot)
 
 
@@ -681,8 +690,8 @@ def _halves(grads: Sequence[WeightGrad]) -> tuple[list[WeightGrad], list[WeightG
 
 
 def _biases(weights: ExpertWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    first, second = (
-        stack_of(biases, VECTOR) if biases else None
-        for biases in (weights.fc1_bias, weights.fc2_bias)
+    first, second = weights.fc1_bias, weights.fc2_bias
+    return (
+        stack_of(first, VECTOR) if first else None,
+        stack_of(second, VECTOR) if second else None,
     )
-    return first, second

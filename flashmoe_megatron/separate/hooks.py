@@ -38,6 +38,9 @@ class Call:
         return cls(direction, read_launch_number(number).layer)
 
 
+UNHEARD = Call("forward")
+"""Stands for a call of which no hook hears."""
+
 Hook = Callable[[torch.Tensor, Call], torch.Tensor | None]
 """Takes the rows of a stage, and returns those to go on with, of the same shape, dtype and device,
 or ``None`` to go on with the same."""

@@ -22,7 +22,7 @@ class Table(tuple[tuple[int, ...], ...]):
     @classmethod
     def of(cls, values: Sequence[int], width: int) -> "Table":
         """Rows of so many values each."""
-        return cls(tuple(values[i : i + width]) for i in range(0, len(values), width))
+        return cls(zip(*[iter(values)] * width, strict=True))
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Routes:
 
 def rows_of_experts(host_received: tuple[tuple[int, ...], ...]) -> list[int]:
     """Rows of each local expert, from those of each rank."""
-    return [sum(of_expert) for of_expert in zip(*host_received, strict=True)]
+    return list(map(sum, zip(*host_received, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def make_sizes(routes: Routes, degree: int) -> list[Sizes]:
     """
     every = routes.host_received
     if degree == 1:
-        sent_rows, rows = ([sum(one) for one in kind] for kind in (routes.host_sent, every))
+        sent_rows, rows = list(map(sum, routes.host_sent)), list(map(sum, every))
         return [Sizes(sent_rows, rows, rows_of_experts(every))]
     sent = _cut(np.array(routes.host_sent), degree)  # [part, rank, expert]
     received = _cut(np.array(every), degree)

@@ -103,8 +103,9 @@ def one_by_one(
     parts = zip(split(out, counts), split(rows, counts), of_experts, strict=True)
     for one, part, matrix in parts:
         part, matrix = part.to(out.dtype), matrix.to(out.dtype)
-        if len(part) % alike:
-            one.copy_(torch.mm(padded(part, alike), matrix)[: len(part)])
+        if missing := -len(part) % alike:
+            whole = torch.nn.functional.pad(part, (0, 0, 0, missing))
+            one.copy_(torch.mm(whole, matrix)[: len(part)])
         else:
             torch.mm(part, matrix, out=one)
     return out

@@ -94,5 +94,5 @@ class ReferenceBackend(SeparateBackend):
 
     def _count_pads(self, routes: Routes) -> None:
         """Counts the rows that fill up each expert's last block."""
-        rows = rows_of_experts(routes.host_received)
-        self.traffic.pad_rows_local += sum(-count % TILE_M for count in rows)
+        for count in rows_of_experts(routes.host_received):
+            self._traffic.pad_rows_local += -count % TILE_M

@@ -34,7 +34,8 @@ class Way:
 
     def wait(self) -> torch.Tensor:
         """What has arrived, for which the current stream waits."""
-        lanes.wait(self.received.device, self.done)
+        if self.done is not None:
+            lanes.wait(self.received.device, self.done)
         self.exchange.guard(self.received)
         return self.received
 
@@ -88,6 +89,8 @@ class Ways:
             ready: When the rows are complete, by default on the current stream now. Since then it
                 may have used no memory that is free by now, where the rows would arrive too early.
         """
+        if not self._travels:
+            return Way((), send, None, self._exchange)
         slot = Slot(send)
         if not self._exchange.is_alone:
             (slot,) = self._exchange.room([counts], send).slots
@@ -124,6 +127,8 @@ class Ways:
             slot: Where they come back to; ``None`` without any other rank.
         """
         send = rows = picked(rows, part.by_rank)
+        if not self._travels:
+            return Way((), send, None, self._exchange)
         ready = self.ready(rows)
         if self._tensor is not None:
             of_ranks = self._of_ranks(part)

@@ -194,7 +194,7 @@ def test_connections_end_with_a_link_that_cannot_be_made() -> None:
                 return [lower.getsockname(), own]
             raise LinkError("rank 0: link sockets: cannot reach a peer")
 
-        control: Any = SimpleNamespace(rank=1, num_ranks=2, timeout=20, agree=agree)
+        control: Any = SimpleNamespace(rank=1, num_ranks=2, timeout=20, all=agree)
         with pytest.raises(LinkError, match="cannot reach") as raised:  # which keeps all alive
             SocketLink(control)
         accepted, _ = lower.accept()

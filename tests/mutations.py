@@ -460,7 +460,7 @@ MUTATIONS = (
     Mutation(
         "every gather by two links is timed, which holds a GPU up",
         "moment",
-        "if is_timed else stream.record_event()",
+        "if is_timed else queue.record_event()",
         "",
         "tests/unit/test_rings.py::test_a_gather_by_two_links_is_timed_one_time_in_eight",
     ),

@@ -66,10 +66,9 @@ HOSTS = [
     ["backend"],
 ]
 MULTIPATH = [
-    ["balancer", "shared", "sums"],
-    ["control", "links", "tickets"],
-    ["board", "group_link", "inbox", "ledger", "mapped", "simulated"],
-    ["sockets", "trials", "watch"],
+    ["balancer", "queues", "shared", "sums"],
+    ["board", "control", "links", "simulated", "thread_queues"],
+    ["gpu_queues", "group_link", "inbox", "mapped", "trials", "watch"],
     ["ring", "times"],
     ["peer_copies", "transfers"],
     ["arena", "choose", "comparison"],

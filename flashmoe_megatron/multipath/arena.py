@@ -18,6 +18,7 @@ from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Place, Writes
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
+from flashmoe_megatron.multipath.queues import Queue, Queues
 
 ALIGNMENT = 256
 """Regions begin at multiples of it, in bytes."""
@@ -42,7 +43,7 @@ class Arena(EndsWithGroup):
 
     Args:
         group: The ranks, of one host.
-        device: This rank's GPU.
+        queues: The queues of this rank's GPU.
         timeout: Seconds without progress that end an exchange with an error.
 
     Attributes:
@@ -54,9 +55,9 @@ class Arena(EndsWithGroup):
         DeviceError: The GPUs cannot map each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, queues: Queues, timeout: float) -> None:
         self.ranks = Control(group, timeout)
-        self._link = PeerCopies(self.ranks, device, has_rings=False)
+        self._link = PeerCopies(self.ranks, queues, has_rings=False)
         self.ranks.look = self._link.raise_if_broken
         # Layers that go before their group take their arena with them, unless the process ends.
         self._close = weakref.finalize(self, _close_apart, self._link)
@@ -66,8 +67,8 @@ class Arena(EndsWithGroup):
         self._taken = 0
         self._is_new = True
         self._number = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._writer: torch.cuda.Stream | None = None
+        self._stream: Queue | None = None
+        self._writer: Queue | None = None
         ends_with(self.ranks.group, self)
 
     def leave(self) -> None:
@@ -88,7 +89,7 @@ class Arena(EndsWithGroup):
         self._outgrown.clear()
         self._link.close()
 
-    def restart(self, stream: torch.cuda.Stream) -> None:
+    def restart(self, stream: Queue) -> None:
         """Has regions taken from the beginning again, since nobody reads earlier ones any more.
 
         Args:
@@ -142,7 +143,7 @@ class Arena(EndsWithGroup):
         what: str,
         copies: Sequence[tuple[int, int, int]],
         region: Region,
-        stream: torch.cuda.Stream,
+        stream: Queue,
     ) -> None:
         """Writes to every peer's region, and waits for what peers write to this rank's.
 

@@ -23,6 +23,8 @@ from flashmoe_megatron.multipath.shared import SharedMemory
 HEADER_BYTES = 65536
 MAX_RANKS = 64
 NUM_LANES = 2
+NUM_SLOTS = 2
+"""Slots of a lane."""
 _PEER_BYTES, _FREE, _LANE = 256, 128, 64  # a counter has a cache line for itself
 _LOG, _LOG_ENTRIES = MAX_RANKS * _PEER_BYTES, 64
 _NUMBER_BYTES, _TEXT_BYTES = 8, 56

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from flashmoe_megatron.multipath.balancer import Balancer, size_class
 from flashmoe_megatron.multipath.control import Control, greatest
-from flashmoe_megatron.multipath.links import timed_event
+from flashmoe_megatron.multipath.queues import Queues
 from flashmoe_megatron.multipath.transfers import Load, Transfers
 from flashmoe_megatron.multipath.trials import row_of
-from flashmoe_megatron.streams import current_stream
 
 _ROUNDS = 5
 """How often both are tried; medians count."""
@@ -24,11 +23,11 @@ class Comparison:
     Args:
         control: The ranks.
         transfers: Moves bytes over the links.
-        index: The GPU's.
+        queues: The GPU's.
     """
 
-    def __init__(self, control: Control, transfers: Transfers, index: int) -> None:
-        self._control, self._transfers, self._index = control, transfers, index
+    def __init__(self, control: Control, transfers: Transfers, queues: Queues) -> None:
+        self._control, self._transfers, self._queues = control, transfers, queues
         self._is_won: dict[tuple[Balancer, int], bool] = {}
 
     def is_won(self, load: Load, plain: Callable[[], object]) -> bool:
@@ -42,8 +41,10 @@ class Comparison:
         if key not in self._is_won:
             links = functools.partial(self._transfers.exchange, load)
             links()  # which tunes
-            mark = functools.partial(timed_event, current_stream(self._index))
-            rounds = [(row_of(links, mark)[1], row_of(plain, mark)[1]) for _ in range(_ROUNDS)]
+            rounds = [
+                (row_of(links, self._queues)[1], row_of(plain, self._queues)[1])
+                for _ in range(_ROUNDS)
+            ]
             own = [statistics.median(column) for column in zip(*rounds, strict=True)]
             by_links, by_plain = greatest(self._control.gather(own))
             self._is_won[key] = by_links <= (1 - _MARGIN) * by_plain

@@ -7,6 +7,7 @@ import torch
 
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath.links import Link
+from flashmoe_megatron.multipath.queues import Queues
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -18,11 +19,11 @@ class Inbox:
 
     Args:
         links: Some of which may offer memory.
-        device: Where other memory is taken.
+        queues: The queues of the device where other memory is taken.
     """
 
-    def __init__(self, links: Sequence[Link], device: torch.device) -> None:
-        self._links, self._device = list(links), device
+    def __init__(self, links: Sequence[Link], queues: Queues) -> None:
+        self._links, self._queues = list(links), queues
         self._memory: torch.Tensor | None = None
 
     def take(self, nbytes: int, announce: Callable[[], None]) -> torch.Tensor:
@@ -41,12 +42,12 @@ class Inbox:
             announce()
             self._grow(nbytes)
         if self._memory is None:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._queues.device)
         return self._memory[:nbytes]
 
     def _grow(self, nbytes: int) -> None:
         if self._memory is not None:
-            torch.cuda.synchronize(self._device)
+            self._queues.synchronize()
             memory, self._memory = self._memory, None
             self._links[0].free(memory)
         while self._links:

@@ -2,11 +2,12 @@
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_megatron.errors import FlashMoEError, LinkError
+from flashmoe_megatron.errors import FlashMoEError
+from flashmoe_megatron.multipath.queues import Moment, Queue
 
 
 class Place(NamedTuple):
@@ -83,8 +84,7 @@ class Exchange(NamedTuple):
         what: The operation, as peers compare it: its name and the bytes of the whole.
         pieces: One for every peer.
         parts: One for every link.
-        rates: Bytes per second of each link, as far as it is known.
-        stream: The current stream, for links of GPUs.
+        stream: The current one.
         started: Its moment behind which they may begin.
         is_beside: Whether the current stream has other work meanwhile.
         is_timed: Whether what links do is timed: moments with a time hold a GPU up.
@@ -94,16 +94,10 @@ class Exchange(NamedTuple):
     what: str
     pieces: Sequence[Piece]
     parts: Sequence[Part]
-    rates: Sequence[float]
-    stream: Any
-    started: Any
+    stream: Queue
+    started: Moment
     is_beside: bool = False
     is_timed: bool = True
-
-    @property
-    def length(self) -> int:
-        """The bytes of the longest piece of any rank."""
-        return max((part.end for part in self.parts), default=0)
 
 
 class Moved(abc.ABC):
@@ -127,12 +121,10 @@ class Flight(Moved):
 
     @abc.abstractmethod
     def join(self) -> None:
-        """Waits for it: the current stream of a GPU does, else the caller.
+        """Makes the current stream wait for it.
 
         Raises:
-            PeerTimeoutError: Nothing came from a peer within the time limit; names it.
-            LinkError: The link broke.
-            ShapeError: A peer exchanges something else.
+            FlashMoEError: What has ended the link.
         """
 
 
@@ -141,31 +133,24 @@ class Link(abc.ABC):
 
     Attributes:
         name: Names it in messages, metrics and options.
-        device_type: The device of tensors that it moves, "cpu" or "cuda".
-        takes_rest: Whether it may take chunks of a transfer's rest when it is free; the shares of
-            the others are fixed when a transfer starts.
         sends_once: Whether what is for all peers takes its way only once until it branches off.
         partners: The other links of the same transfers, which end if this one does.
     """
 
     name: str
-    device_type: Literal["cpu", "cuda"]
-    takes_rest: bool = False
     sends_once: bool = False
     partners: Sequence["Link"] = ()
 
     @abc.abstractmethod
-    def begin(self, exchange: Exchange, index: int, tickets: Any) -> Flight:
+    def begin(self, exchange: Exchange, index: int) -> Flight:
         """Prepares this link's share of an exchange.
 
         Args:
             exchange: What is exchanged.
             index: This link's place among the parts.
-            tickets: For links that take the rest: each piece's
-                :class:`~flashmoe_megatron.multipath.tickets.Tickets`.
         """
 
-    def announce(self, number: int, what: str) -> None:  # noqa: B027 - sockets tell with each chunk
+    def announce(self, number: int, what: str) -> None:  # noqa: B027 - not all links can
         """Compares what is about to begin with what has begun on peers, if they can be asked.
 
         Args:
@@ -252,23 +237,8 @@ class Link(abc.ABC):
         """Frees what the link holds."""
 
 
-def timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A moment of a stream with its time, which takes the GPU some 3 us.
-
-    An event for which a host may sleep would interrupt every process of the GPU when it is reached.
-    """
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
-
-
-def moment(stream: torch.cuda.Stream, is_timed: bool) -> torch.cuda.Event:
-    """A moment of a stream, with its time or without."""
-    return timed_event(stream) if is_timed else stream.record_event()
-
-
-def seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Seconds by the GPU's clock between two moments with times. Waits for the later one."""
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """Seconds between two moments with times. Waits for the later one."""
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e-3
 
@@ -282,18 +252,13 @@ class Between(Moved):
         nbytes: What this rank received.
     """
 
-    def __init__(self, started: torch.cuda.Event, ended: torch.cuda.Event, nbytes: int) -> None:
+    def __init__(self, started: Moment, ended: Moment, nbytes: int) -> None:
         self._started, self._ended, self._nbytes = started, ended, nbytes
 
     def seconds(self) -> float:
-        """By the GPU's clock."""
+        """By the clock of queues."""
         return seconds_between(self._started, self._ended)
 
     def num_bytes(self) -> int:
         """See the base class."""
         return self._nbytes
-
-
-def broken_link(name: str, rank: int, peers: object, error: Exception) -> LinkError:
-    """What a link's own error means: the link, and between which ranks."""
-    return LinkError(f"link {name} between ranks {rank} and {peers} broke: {error}")

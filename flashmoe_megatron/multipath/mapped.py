@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_megatron import driver
 from flashmoe_megatron.errors import DeviceError, LinkError, ShapeError
 from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.queues import Queues
 
 
 class Block(NamedTuple):
@@ -40,10 +40,11 @@ class MappedMemory:
     Args:
         control: The ranks.
         peers: The others.
+        queues: The queues of the device whose memory it is.
     """
 
-    def __init__(self, control: Control, peers: Iterable[int]) -> None:
-        self._control, self._peers = control, tuple(peers)
+    def __init__(self, control: Control, peers: Iterable[int], queues: Queues) -> None:
+        self._control, self._peers, self._queues = control, tuple(peers), queues
         self._count = 0
         self._adopted: dict[int, tuple[int, int]] = {}
         self._held: dict[int, tuple[contextlib.ExitStack, contextlib.ExitStack]] = {}
@@ -57,8 +58,8 @@ class MappedMemory:
         """
 
         def place(own: contextlib.ExitStack) -> tuple[int, int]:
-            address = driver.allocate(nbytes)
-            own.callback(driver.free, address)
+            address = self._queues.allocate(nbytes)
+            own.callback(self._queues.free, address)
             return address, 0
 
         return self._made(nbytes, place)
@@ -75,8 +76,8 @@ class MappedMemory:
         def place(own: contextlib.ExitStack) -> tuple[int, int]:
             nonlocal identity
             own.callback(_keep, tensor)
-            identity = driver.allocation_id(tensor.data_ptr())
-            allocation = driver.allocation_of(tensor.data_ptr())
+            identity = self._queues.allocation_id(tensor.data_ptr())
+            allocation = self._queues.allocation_of(tensor.data_ptr())
             return allocation, tensor.data_ptr() - allocation
 
         block = self._made(tensor.nbytes, place)
@@ -87,12 +88,12 @@ class MappedMemory:
         """Refuses to have a block written to whose memory is not what peers have mapped any more.
 
         Raises:
-            LinkError: A tensor that was adopted has been given back to the driver.
+            LinkError: A tensor that was adopted has been given back to the self._queues.
         """
         if number in self._adopted:
             address, identity = self._adopted[number]
             try:
-                is_same = driver.allocation_id(address) == identity
+                is_same = self._queues.allocation_id(address) == identity
             except DeviceError:  # there is no memory at all
                 is_same = False
             if not is_same:
@@ -130,12 +131,12 @@ class MappedMemory:
 
         def share() -> tuple[int, int, int, str]:
             allocation, offset = place(own)
-            return nbytes, allocation + offset, offset, driver.share(allocation).hex()
+            return nbytes, allocation + offset, offset, self._queues.share(allocation).hex()
 
         def connect() -> None:
             for peer in self._peers:
-                allocation = driver.map_shared(bytes.fromhex(shared[peer][3]))
-                theirs.callback(driver.unmap, allocation)
+                allocation = self._queues.map_shared(bytes.fromhex(shared[peer][3]))
+                theirs.callback(self._queues.unmap, allocation)
                 mapped[peer] = allocation + shared[peer][2]
 
         mapped: dict[int, int] = {}

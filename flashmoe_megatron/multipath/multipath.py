@@ -1,7 +1,5 @@
 """Collectives whose bytes go over all links of a machine at once."""
 
-import concurrent.futures
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -19,14 +17,15 @@ from flashmoe_megatron.errors import (
     reason_of,
 )
 from flashmoe_megatron.multipath.balancer import GRAIN, LEAST_GAIN
-from flashmoe_megatron.multipath.choose import MakeLink, make_links
+from flashmoe_megatron.multipath.choose import MakeLink, make_links, queues_of
 from flashmoe_megatron.multipath.comparison import Comparison
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.inbox import Inbox
 from flashmoe_megatron.multipath.links import Link, Place
+from flashmoe_megatron.multipath.queues import Moment, Queue, Queues
 from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
 from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
-from flashmoe_megatron.streams import current_stream, index_of
+from flashmoe_megatron.streams import index_of
 
 MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
@@ -35,7 +34,6 @@ MIN_MAPPED_BYTES = 16 * 2**20
 """The same for gathers to which peers write without a detour."""
 
 Reduction = Literal["sum", "average"]
-_HERE = contextlib.nullcontext()
 
 
 class Work:
@@ -72,6 +70,7 @@ class Multipath(EndsWithGroup):
         least_gain: How much faster several links have to be than the best one alone, by themselves,
             to be used: 0.03 is three per cent. Beside other work a link costs more than its time.
         timeout: Seconds without progress that end a call with an error.
+        queues: What copies and waits; by default the device's.
 
     Attributes:
         transfers: Moves bytes over the links, and has their shares.
@@ -90,6 +89,7 @@ class Multipath(EndsWithGroup):
         min_bytes: int = MIN_BYTES,
         least_gain: float = LEAST_GAIN,
         timeout: float = DEFAULT_TIMEOUT,
+        queues: Queues | None = None,
     ) -> None:
         if device is None:
             has_gpu = torch.cuda.is_available()
@@ -101,30 +101,28 @@ class Multipath(EndsWithGroup):
         self._control = Control(group, timeout)
         self._group = self._control.group
         self.rank, self.num_ranks = self._control.rank, self._control.num_ranks
-        made = make_links(self._control, self.device, links)
+        self._queues = queues or queues_of(self.device)
+        made = make_links(self._control, self._queues, links)
         if not made:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
         self.transfers = Transfers(
             self._control,
-            self.device,
+            self._queues,
             made,
             leaves_out_slower=links == "auto",
             least_gain=least_gain,
         )
         self._comparison: Comparison | None = None
-        if links == "auto" and self.transfers.is_on_gpus:  # those asked for by name are used
-            self._comparison = Comparison(self._control, self.transfers, self.device.index)
+        if links == "auto" and self.device.type == "cuda":  # those asked for by name are used
+            self._comparison = Comparison(self._control, self.transfers, self._queues)
         self._control.look = self._raise_if_a_link_is_broken
         self._broken: FlashMoEError | None = None
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._last_stream: torch.cuda.Stream | None = None
-        else:
-            self._worker = concurrent.futures.ThreadPoolExecutor(1, "flashmoe-multipath")
+        self._stream = self._queues.beside()
+        self._last_stream: Queue | None = None
         self._in_place: dict[tuple[Any, ...], Load] = {}
         self._can_share = True
         self._shared: set[tuple[int, int]] = set()
-        self._inbox = Inbox(made, self.device)
+        self._inbox = Inbox(made, self._queues)
         ends_with(self._group, self)
 
     def all_gather(
@@ -297,12 +295,9 @@ class Multipath(EndsWithGroup):
 
     def leave(self) -> None:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
-        if self.device.type == "cpu":
-            self._worker.shutdown()
         try:
             if self._broken is None:
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+                self._queues.synchronize()
                 self._raise_if_a_link_is_broken()
         finally:
             self._broken = self._broken or LinkError("it has been closed")
@@ -318,6 +313,7 @@ class Multipath(EndsWithGroup):
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
         self._in_place.clear()
         self.transfers.close()
+        self._queues.close()
 
     def __enter__(self) -> "Multipath":
         return self
@@ -346,43 +342,39 @@ class Multipath(EndsWithGroup):
     def _start(
         self, run: Callable[[], None], tensors: Sequence[torch.Tensor], async_op: bool
     ) -> Work | None:
-        """Runs a collective: on CPUs in a thread, on GPUs in or behind the current stream."""
-        if self.device.type == "cpu":
-            future = self._worker.submit(self._noting_errors, run)
-            work = Work(lambda: future.result(), tensors)
-        else:
-            index = self.device.index
-            current = current_stream(index)
-            stream = self._stream if async_op else current
-            # Links take calls one after the other, whichever streams these are in.
-            for before in (current, self._last_stream):
-                if before is not None and before is not stream:
-                    stream.wait_stream(before)
-            self._last_stream = stream
-            # To enter the device that is current already takes some microseconds.
-            is_there = torch.cuda.current_device() == index
-            with _HERE if is_there else torch.cuda.device(index):
-                if not async_op:
-                    self._noting_errors(run)
-                    return None
-                with torch.cuda.stream(stream):
-                    self._noting_errors(run)
-                    end = stream.record_event()
-            for tensor in tensors:
-                tensor.record_stream(stream)
-            work = Work(lambda: self._wait_for(end), tensors)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        """Issues a collective in the current queue, or in one beside it."""
+        queues = self._queues
+        current = queues.current()
+        stream = self._stream if async_op else current
+        # Links take calls one after the other, whichever streams these are in.
+        for before in (current, self._last_stream):
+            if before is not None and before is not stream:
+                stream.wait_stream(before)
+        self._last_stream = stream
+        with queues.here():
+            if not async_op:
+                self._noting_errors(run)
+                if queues.host_waits:
+                    self._wait_for(stream.record_event())
+                return None
+            with queues.within(stream):
+                self._noting_errors(run)
+                end = stream.record_event()
+        queues.keep(tensors, stream)
+        return Work(lambda: self._wait_for(end), tensors)
 
     def _raise_if_a_link_is_broken(self) -> None:
+        self._queues.raise_if_failed()
         for link in self.transfers.links:
             link.raise_if_broken()
 
-    def _wait_for(self, end: torch.cuda.Event) -> None:
-        self._raise_if_a_link_is_broken()
-        current_stream(self.device.index).wait_event(end)
+    def _wait_for(self, end: Moment) -> None:
+        if self._queues.host_waits:
+            end.synchronize()
+            self._noting_errors(self._raise_if_a_link_is_broken)
+        else:
+            self._raise_if_a_link_is_broken()
+            self._queues.current().wait_event(end)
 
     def _noting_errors(self, run: Callable[[], None]) -> None:
         self._raise_if_broken()
@@ -458,7 +450,7 @@ class Multipath(EndsWithGroup):
         contributions = [received.get(rank, own) for rank in range(len(parts))]
         pieces = self.transfers.pieces(parts, contributions, place)
         used = self.transfers.exchange(self.transfers.load(what, pieces))
-        sum_in_order(contributions, output, average)
+        self._queues.do(functools.partial(sum_in_order, contributions, output, average))
         return used
 
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron import driver
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath import board
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place, Writes
 from flashmoe_megatron.multipath.mapped import Block, MappedMemory
+from flashmoe_megatron.multipath.queues import Queue, Queues
 from flashmoe_megatron.multipath.ring import Awaited, RingFlight, RingLink, Slots, has_counted
 
 
@@ -23,7 +23,7 @@ class PeerCopies(RingLink):
 
     Args:
         control: The ranks.
-        device: This rank's GPU.
+        queues: This rank's, of the device where tensors are.
         has_rings: Whether there are rings; without them all has to be written to directly.
 
     Attributes:
@@ -34,18 +34,18 @@ class PeerCopies(RingLink):
 
     name = "peer"
 
-    def __init__(self, control: Control, device: torch.device, *, has_rings: bool = True) -> None:
+    def __init__(self, control: Control, queues: Queues, *, has_rings: bool = True) -> None:
         self._has_rings = has_rings
-        super().__init__(control, device)
+        super().__init__(control, queues)
 
     def _open(self, control: Control, own_bytes: int) -> None:
-        self._memory = MappedMemory(control, self.peers)
+        self._memory = MappedMemory(control, self.peers, self.queues)
         self._stack.callback(self._memory.close)
         self._blocks: list[Block] = []
         super()._open(control, own_bytes)
         self.offers, self.arrivals = _Mark(self, board.OFFERED), _Mark(self, board.WRITTEN)
         self.copiers = [stream for lane in self.streams for stream in lane]
-        self._events = [torch.cuda.Event() for _ in self.copiers]  # type: ignore[no-untyped-call]
+        self._events = [self.queues.event() for _ in self.copiers]
 
     def _slots(self, control: Control) -> Slots:
         if not self._has_rings:
@@ -58,17 +58,17 @@ class PeerCopies(RingLink):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See the base class."""
-        with torch.cuda.device(self.device):
+        with self.queues.here():
             block = self._memory.allocate(nbytes)
         self._blocks.append(block)
-        return driver.tensor(block.begin, nbytes, self.device)
+        return self.queues.tensor(block.begin, nbytes)
 
     def share(self, tensor: torch.Tensor) -> bool:
         """See the base class."""
         if any(block.has(tensor) for block in self._blocks):
             return True
         try:
-            with torch.cuda.device(self.device):
+            with self.queues.here():
                 self._blocks.append(self._memory.adopt(tensor))
         except DeviceError:
             self.raise_if_broken()
@@ -79,13 +79,13 @@ class PeerCopies(RingLink):
         """See the base class."""
         block = next(one for one in self._blocks if one.has(memory))
         self._blocks.remove(block)
-        with torch.cuda.device(self.device):
+        with self.queues.here():
             self._memory.release(block)
 
     def leave(self) -> None:
         """See the base class."""
         super().leave()
-        with torch.cuda.device(self.device):
+        with self.queues.here():
             self._memory.leave()
 
     def place_of(self, whole: torch.Tensor, offsets: Mapping[int, int]) -> Place | None:
@@ -97,11 +97,11 @@ class PeerCopies(RingLink):
                 return Place(f"{block.number}+{at:x}", targets, block.number)
         return None
 
-    def begin(self, exchange: Exchange, index: int, tickets: Any) -> RingFlight:
+    def begin(self, exchange: Exchange, index: int) -> RingFlight:
         """See the base class."""
         writes = self.writes(exchange.pieces, exchange.parts[index])
         if writes is None:
-            return super().begin(exchange, index, tickets)
+            return super().begin(exchange, index)
         self._prepare(exchange.number, exchange.what, writes)
         return _DirectFlight(self, exchange, index, writes)
 
@@ -118,7 +118,7 @@ class PeerCopies(RingLink):
         received = sum(part.of(piece.receive.numel()) for piece in pieces)
         return Writes(copies, received, place.block, pieces[0].to_all)
 
-    def write(self, number: int, what: str, writes: Writes, stream: torch.cuda.Stream) -> None:
+    def write(self, number: int, what: str, writes: Writes, stream: Queue) -> None:
         """See the base class."""
         self._prepare(number, what, writes)
         self.watch.add(self.arrive(what, stream, self.copy(writes, stream)))
@@ -127,7 +127,7 @@ class PeerCopies(RingLink):
         self._memory.check(writes.block)
         self.announce(number, what)
 
-    def copy(self, writes: Writes, first: torch.cuda.Stream) -> list[torch.cuda.Stream]:
+    def copy(self, writes: Writes, first: Queue) -> list[Queue]:
         """Offers this rank's places and copies to those of peers, behind their offers.
 
         Every call of the driver and every event costs as much as a piece of a copy, so that one
@@ -143,7 +143,8 @@ class PeerCopies(RingLink):
         Returns:
             The streams besides.
         """
-        stream = int(first.cuda_stream)
+        handle = self.queues.handle
+        stream = handle(first)
         others = self.copiers[1 : len(writes.copies)] if writes.to_all else []
         self.offers.meet(stream)
         streams = [stream]
@@ -151,16 +152,14 @@ class PeerCopies(RingLink):
             self._events[0].record(first)
             for other in others:
                 other.wait_event(self._events[0])
-            streams += [int(other.cuda_stream) for other in others]
+            streams += map(handle, others)
         for number, (target, source, nbytes) in enumerate(writes.copies):
             copier = streams[number % len(streams)]
             self.admit(copier, nbytes)
-            driver.copy(target, source, nbytes, copier)
+            self.queues.copy(target, source, nbytes, copier)
         return others
 
-    def arrive(
-        self, what: str, first: torch.cuda.Stream, others: Sequence[torch.cuda.Stream]
-    ) -> "Meeting":
+    def arrive(self, what: str, first: Queue, others: Sequence[Queue]) -> "Meeting":
         """Tells peers that their places have been written, and waits for this rank's.
 
         Args:
@@ -171,7 +170,7 @@ class PeerCopies(RingLink):
         for other, copied in zip(others, self._events[1:], strict=False):
             copied.record(other)
             first.wait_event(copied)
-        return Meeting(self, what, self.arrivals.meet(int(first.cuda_stream)))
+        return Meeting(self, what, self.arrivals.meet(self.queues.handle(first)))
 
     def has_arrived(self, count: int) -> bool:
         """Whether all peers have written their parts of so many direct copies."""
@@ -195,10 +194,10 @@ class _Mark:
         for peer, one in zip(link.peers, self.awaited, strict=True):
             link.awaited[peer].append(one)
         theirs = [link.headers[peer] + offset for peer in link.peers]
-        self._ops = driver.MemoryOps([link.headers[link.rank] + offset], theirs)
+        self._ops = link.queues.words([link.headers[link.rank] + offset], theirs)
         self._count = 0
 
-    def meet(self, stream: int) -> int:
+    def meet(self, stream: Any) -> int:
         """Makes a stream say that it is there, and wait for those of peers.
 
         Returns:

@@ -15,27 +15,22 @@ if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from flashmoe_megatron import driver
 from flashmoe_megatron.errors import FlashMoEError, LinkError, reason_of, told_error
 from flashmoe_megatron.multipath import board
-from flashmoe_megatron.multipath.balancer import CHUNKS
-from flashmoe_megatron.multipath.board import NUM_LANES
+from flashmoe_megatron.multipath.board import NUM_LANES, NUM_SLOTS
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, moment, seconds_between
-from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory, node_of_gpu
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link, seconds_between
+from flashmoe_megatron.multipath.queues import Queue, Queues
+from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.watch import Watch
 
-NUM_SLOTS = 2
-"""Slots of a lane."""
-MOST_BYTES = 128 * 2**20
-"""All rings of a rank that others write into, as long as no slot would be below the least."""
-LEAST_SLOT = 4 * 2**20
 _FAR = 2**30
 """How far ahead a counter is set that nobody will count on any more."""
 
@@ -76,8 +71,9 @@ class _Ring(Awaited):
     """A lane of one direction between two ranks, as one of the two sees it; it counts chunks.
 
     Args:
-        stream: This rank's stream of the lane.
-        slots: Where the GPU finds them.
+        queues: Copy and count.
+        stream: This rank's queue of the lane.
+        slots: Where queues find them.
         slot_bytes: The size of one.
         awaited: Where it finds the word that the peer counts in.
         counted: Where it finds the word that this rank counts in.
@@ -89,14 +85,15 @@ class _Ring(Awaited):
 
     def __init__(
         self,
-        stream: torch.cuda.Stream,
+        queues: Queues,
+        stream: Queue,
         slots: int,
         slot_bytes: int,
         awaited: int,
         counted: int,
         word: Any,
     ) -> None:
-        self.stream = int(stream.cuda_stream)
+        self._queues, self.stream = queues, queues.handle(stream)
         self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
         super().__init__(word)
         self._awaited, self._counted = awaited, counted
@@ -105,7 +102,7 @@ class _Ring(Awaited):
     def send(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from an address to the peer."""
         self.await_slot()
-        driver.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
+        self._queues.copy(self._slots[self.count % NUM_SLOTS], address, nbytes, self.stream)
         self.count_sent()
 
     def await_slot(self) -> None:
@@ -113,7 +110,7 @@ class _Ring(Awaited):
         free = self.count + 1 - NUM_SLOTS
         # The host may see already that the slot is free, which spares the stream the wait.
         if free > 0 and not has_counted(self.word, free):
-            driver.wait_value(self.stream, self._awaited, free)
+            self._queues.wait_value(self.stream, self._awaited, free)
 
     def count_sent(self) -> None:
         """Counts a chunk that is in its slot."""
@@ -130,13 +127,13 @@ class _Ring(Awaited):
         self._take(self.common.next_slot(), address, nbytes)
 
     def _take(self, slot: int, address: int, nbytes: int) -> None:
-        driver.wait_value(self.stream, self._awaited, self.count + 1)
-        driver.copy(address, slot, nbytes, self.stream)
+        self._queues.wait_value(self.stream, self._awaited, self.count + 1)
+        self._queues.copy(address, slot, nbytes, self.stream)
         self._count()
 
     def _count(self) -> None:
         self.count += 1
-        driver.write_value(self.stream, self._counted, self.count)
+        self._queues.write_value(self.stream, self._counted, self.count)
 
 
 class _Common:
@@ -171,7 +168,7 @@ class RingLink(Link):
 
     Args:
         control: The ranks.
-        device: This rank's GPU.
+        queues: This rank's, of the device where tensors are.
         has_slots: Whether this rank's segment has its rings, behind its header.
 
     Raises:
@@ -180,9 +177,7 @@ class RingLink(Link):
         DeviceError: The driver refuses.
     """
 
-    device_type = "cuda"
-
-    def __init__(self, control: Control, device: torch.device, *, has_slots: bool = False) -> None:
+    def __init__(self, control: Control, queues: Queues, *, has_slots: bool = False) -> None:
         board.require_ranks(control.num_ranks)
         self.rank, self.timeout = control.rank, control.timeout
         self.peers = [
@@ -190,16 +185,16 @@ class RingLink(Link):
         ]
         self.sends_once = has_slots and len(self.peers) > 1
         num_rings = len(self.peers) + self.sends_once
-        self.slot_bytes = _slot_bytes(num_rings)
+        self.slot_bytes = queues.slot_bytes(num_rings)
         self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
-        self.device = device
+        self.queues = queues
         self.broken: FlashMoEError | None = None
         self._has_failed = False
         self._verdict: torch.Tensor | None = None
         self._num_ended = 0
         self._stack = contextlib.ExitStack()
         try:
-            with torch.cuda.device(device):
+            with queues.here():
                 self._open(control, num_rings * self.ring_bytes if has_slots else 0)
         except BaseException:
             self._stack.close()
@@ -207,14 +202,11 @@ class RingLink(Link):
         self.watch = Watch(self)
 
     def _open(self, control: Control, own_bytes: int) -> None:
-        self.streams = [
-            (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
-            for _ in range(NUM_LANES)
-        ]
+        self.streams = [(self.queues.make(), self.queues.make()) for _ in range(NUM_LANES)]
         self.streams[0][0].synchronize()  # makes the GPU's context this thread's
 
         def create() -> SegmentPlace:
-            node = node_of_gpu(driver.pci_bus_id(self.device.index))
+            node = self.queues.numa_node()
             self.own = SharedMemory.create(board.HEADER_BYTES + own_bytes, node)
             self._stack.callback(self.own.close)
             board.clear(self.own)
@@ -250,13 +242,15 @@ class RingLink(Link):
                 offset = lane * NUM_SLOTS * nbytes
                 full, free = board.full_word(peer, lane), board.free_word(peer, lane)
                 slots, word = inbound[peer] + offset, self.own.word(full)
-                ring = _Ring(from_peer, slots, nbytes, own + full, own + free, word)
+                ring = _Ring(self.queues, from_peer, slots, nbytes, own + full, own + free, word)
                 if self.sends_once:
                     ring.common = _Common(common[peer] + offset, nbytes)
                 self.inbound[peer].append(ring)
                 full, free = board.full_word(self.rank, lane), board.free_word(self.rank, lane)
                 slots, word = outbound[peer] + offset, memory.word(free)
-                ring = _Ring(to_peer, slots, nbytes, theirs + free, theirs + full, word)
+                ring = _Ring(
+                    self.queues, to_peer, slots, nbytes, theirs + free, theirs + full, word
+                )
                 self.outbound[peer].append(ring)
         self._common = [
             _Common(common[self.rank] + lane * NUM_SLOTS * nbytes, nbytes)
@@ -277,11 +271,11 @@ class RingLink(Link):
     def registered(self, memory: SharedMemory, offset: int, nbytes: int) -> int:
         """Pins a part of a segment until the link is closed; returns where GPUs see it."""
         address = memory.address + offset
-        seen = driver.register(address, nbytes)
-        self._stack.callback(driver.unregister, address)
+        seen = self.queues.register(address, nbytes)
+        self._stack.callback(self.queues.unregister, address)
         return seen
 
-    def begin(self, exchange: Exchange, index: int, tickets: Any) -> "RingFlight":
+    def begin(self, exchange: Exchange, index: int) -> "RingFlight":
         """See the base class."""
         self.announce(exchange.number, exchange.what)
         return RingFlight(self, exchange, index)
@@ -301,30 +295,30 @@ class RingLink(Link):
             self.fail(error)
             raise
 
-    def end(self, stream: torch.cuda.Stream) -> int:
+    def end(self, stream: Queue) -> int:
         """Counts an exchange as ended when a stream comes here; gives its number.
 
         Another stream that waits for it does so sooner by such a word than by an event. The word
         only grows, since an exchange begins behind the end of the one before.
         """
         self._num_ended += 1
-        driver.write_value(int(stream.cuda_stream), self._ended, self._num_ended)
+        self.queues.write_value(self.queues.handle(stream), self._ended, self._num_ended)
         return self._num_ended
 
-    def await_end(self, stream: torch.cuda.Stream, number: int) -> None:
+    def await_end(self, stream: Queue, number: int) -> None:
         """Makes a stream wait for that."""
-        driver.wait_value(int(stream.cuda_stream), self._ended, number)
+        self.queues.wait_value(self.queues.handle(stream), self._ended, number)
 
     def send_to_all(self, lane: int, address: int, nbytes: int) -> None:
         """Issues a lane's next chunk, from an address to every peer, if the link sends it once."""
         rings = [self.outbound[peer][lane] for peer in self.peers]
         for ring in rings:
             ring.await_slot()
-        driver.copy(self._common[lane].next_slot(), address, nbytes, rings[0].stream)
+        self.queues.copy(self._common[lane].next_slot(), address, nbytes, rings[0].stream)
         for ring in rings:
             ring.count_sent()
 
-    def admit(self, stream: int, nbytes: int) -> None:
+    def admit(self, stream: Any, nbytes: int) -> None:
         """Called before a chunk is issued; a slower link can hold its stream back here."""
 
     def problem(self) -> FlashMoEError | None:
@@ -374,14 +368,14 @@ class RingLink(Link):
             return False
         if self._verdict is None:
             place = self.headers[self.rank] + board.VERDICT
-            self._verdict = driver.tensor(place, 4, self.device).view(torch.float32)
-        output[:1].mul_(self._verdict)
+            self._verdict = self.queues.tensor(place, 4).view(torch.float32)
+        self.queues.do(functools.partial(output[:1].mul_, self._verdict))
         return True
 
     def leave(self) -> None:
         """See the base class."""
         # Sums and marks are in streams of others. Behind a failure the watch lets streams go on.
-        torch.cuda.synchronize(self.device)
+        self.queues.synchronize()
         self.watch.close()
         self.broken = self.broken or LinkError("it has been closed")
 
@@ -396,8 +390,8 @@ class HostRelay(RingLink):
 
     name = "host"
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        super().__init__(control, device, has_slots=True)
+    def __init__(self, control: Control, queues: Queues) -> None:
+        super().__init__(control, queues, has_slots=True)
 
     def _slots(self, control: Control) -> Slots:
         inbound: dict[int, int] = {}
@@ -464,7 +458,7 @@ class RingFlight(Flight):
             yield
         self.leave()
 
-    def enter(self, streams: list[torch.cuda.Stream]) -> None:
+    def enter(self, streams: list[Queue]) -> None:
         """Lets streams take part besides the current one; without any it does all itself."""
         self._streams = streams or [self._stream]
         for stream in streams:
@@ -476,7 +470,7 @@ class RingFlight(Flight):
         first, *others = self._streams
         for stream in others:
             first.wait_stream(stream)
-        self.ended = moment(first, self._is_timed)
+        self.ended = self.link.queues.moment(first, self._is_timed)
         self._end_number = None if first is self._stream else self.link.end(first)
         self.link.watch.add(self)
 
@@ -486,7 +480,7 @@ class RingFlight(Flight):
 
     def is_over(self) -> bool:
         """Whether it waits for nothing any more."""
-        return bool(self.ended.query())  # type: ignore[no-untyped-call]
+        return bool(self.ended.query())
 
     def join(self) -> None:
         """Makes the current stream wait for it."""
@@ -508,9 +502,3 @@ def _bounded(
 ) -> tuple[list[_Ring], int, int]:
     """A peer's rings, and where a tensor lies and how long it is."""
     return rings[peer], tensor.data_ptr(), tensor.numel()
-
-
-def _slot_bytes(num_peers: int) -> int:
-    """The largest chunk for which the rings of all peers have room."""
-    room = MOST_BYTES // (NUM_LANES * NUM_SLOTS * num_peers)
-    return max([LEAST_SLOT, *(chunk for chunk in CHUNKS if chunk <= room)])

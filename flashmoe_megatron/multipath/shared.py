@@ -6,7 +6,10 @@ import fcntl
 import mmap
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 from flashmoe_megatron.errors import HeapError, LinkError
 
@@ -102,6 +105,10 @@ class SharedMemory:
         """Changes some bytes of it."""
         self._map[offset : offset + len(data)] = data
 
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        """Returns some bytes of it, which stay mapped as long as the tensor is there."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=nbytes)
+
     def hold(self) -> None:
         """Marks this process as alive until it ends, however it ends: the kernel drops the lock."""
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
@@ -118,7 +125,8 @@ class SharedMemory:
     def close(self) -> None:
         """Unmaps it; the memory is gone once every process has."""
         del self._base
-        self._map.close()
+        with suppress(BufferError):  # a tensor has it still
+            self._map.close()
         os.close(self._descriptor)
 
 

@@ -1,11 +1,8 @@
 """A link that has a clock instead of wires, to try the balancer on."""
 
-import heapq
 import math
 import random
 from collections.abc import Sequence
-
-from flashmoe_megatron.multipath.tickets import Tickets
 
 
 class SimulatedLink:
@@ -44,10 +41,6 @@ class SimulatedLink:
         chunks = math.ceil(nbytes / chunk) * self.per_chunk_us
         return (moving + (self.latency_us + chunks) * 1e-6) * self._wobble()
 
-    def chunk_seconds(self, nbytes: int) -> float:
-        """How long one more chunk takes."""
-        return (nbytes / (self.gbps * 1e9) + self.per_chunk_us * 1e-6) * self._wobble()
-
     def _wobble(self) -> float:
         return max(0.0, 1 + self.noise * self._random.gauss(0, 1)) if self.noise else 1.0
 
@@ -60,25 +53,3 @@ def measure(
         link.seconds(nbytes, chunk)
         for link, nbytes, chunk in zip(links, carried, chunks, strict=True)
     ]
-
-
-def play(links: Sequence[SimulatedLink], tickets: Tickets) -> tuple[list[float], list[int]]:
-    """Runs a transfer chunk by chunk, every link taking its next ticket when it is free.
-
-    Returns:
-        Each link's seconds until it had moved its last chunk, and the bytes that it moved.
-    """
-    ends, moved = [0.0] * len(links), [0] * len(links)
-    free = [(0.0, index) for index in range(len(links))]
-    while free:
-        now, index = heapq.heappop(free)
-        chunk = tickets.take(index)
-        if chunk is None:
-            continue
-        begin, end = chunk
-        if not moved[index]:
-            now += links[index].latency_us * 1e-6
-        ends[index] = now + links[index].chunk_seconds(end - begin)
-        moved[index] += end - begin
-        heapq.heappush(free, (ends[index], index))
-    return ends, moved

@@ -1,4 +1,4 @@
-"""The times of transfers, on which all ranks agree some windows at once."""
+"""The times of transfers, on which all ranks agree a window at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,10 +9,8 @@ from flashmoe_megatron.multipath.links import Moved
 from flashmoe_megatron.multipath.trials import seconds_of
 from flashmoe_megatron.ranks import Answers
 
-_WINDOWS = 4
-"""Windows whose times ranks tell each other at once, since that takes the host a millisecond."""
 _SAMPLES = 8
-"""One in so many transfers is timed where that takes time; then windows are told one by one."""
+"""One in so many transfers is timed, since that takes a GPU time."""
 
 _Row = tuple[tuple[float, ...], Sequence[Moved | None]]
 """A transfer's shares, and what each link moved of it."""
@@ -35,18 +33,15 @@ class Timed(NamedTuple):
 class Times:
     """The times of the transfers of a size class, until all ranks have agreed on them.
 
-    The times of some windows are asked for when the next ones are full, so that nobody waits for a
-    transfer, and used when those after them are, so that nobody waits for a rank.
+    The times of a window are asked for when the next one is full, so that nobody waits for a
+    transfer, and used when the one after that is, so that nobody waits for a rank.
 
     Args:
         control: The ranks.
-        has_samples: Whether only samples are timed.
     """
 
-    def __init__(self, control: Control, *, has_samples: bool) -> None:
+    def __init__(self, control: Control) -> None:
         self._control, self._count = control, 0
-        self._every = _SAMPLES if has_samples else 1
-        self._span = WINDOW if has_samples else _WINDOWS * WINDOW
         self._window: list[_Row] = []
         self._full: list[_Row] = []
         self._asked: tuple[Answers[list[float]] | None, list[Timed]] | None = None
@@ -54,12 +49,12 @@ class Times:
     def is_next_timed(self) -> bool:
         """Whether the next transfer is timed; on every rank or on none."""
         self._count += 1
-        return self._count % self._every == 0
+        return self._count % _SAMPLES == 0
 
     def add(self, shares: tuple[float, ...], links: Sequence[Moved | None]) -> Iterator[Timed]:
         """Takes a timed transfer, link by link; gives earlier ones with times, now and then."""
         self._window.append((shares, links))
-        if len(self._window) < self._span:
+        if len(self._window) < WINDOW:
             return
         if self._asked is not None:
             answers, timed = self._asked

@@ -19,7 +19,6 @@ from flashmoe_megatron.multipath.balancer import (
     size_class,
 )
 from flashmoe_megatron.multipath.control import Control, greatest
-from flashmoe_megatron.multipath.ledger import Ledger
 from flashmoe_megatron.multipath.links import (
     Between,
     Exchange,
@@ -30,12 +29,10 @@ from flashmoe_megatron.multipath.links import (
     Piece,
     Place,
     Writes,
-    moment,
-    timed_event,
 )
+from flashmoe_megatron.multipath.queues import Queues
 from flashmoe_megatron.multipath.times import Timed, Times
-from flashmoe_megatron.multipath.trials import one_of_a_row, row_of, seconds_of
-from flashmoe_megatron.streams import current_stream
+from flashmoe_megatron.multipath.trials import one_of_a_row, row_of
 
 _TRIAL_BYTES = 64 * 2**20
 """What links of one kind of wires move to each peer to find the faster one."""
@@ -48,7 +45,7 @@ class Load:
     Attributes:
         what: Names it in messages, and is compared between ranks.
         pieces: One for every peer.
-        meanwhile: What the current stream, or this thread, does beside the transfer.
+        meanwhile: What the current stream does beside the transfer.
         inbound: Bytes that a rank receives of all others, if all pieces are as long as the longest.
         balancer: Has the shares of pieces like these.
         times: The times of their size class, once some have gone.
@@ -77,7 +74,6 @@ class _Route(NamedTuple):
 
     carried: tuple[int, ...]
     chunks: tuple[int, ...]
-    rates: list[float]
     alone: int
 
 
@@ -101,7 +97,6 @@ class Transfers:
 
     Attributes:
         links: The links, in the order of the balancers'.
-        is_on_gpus: Whether they carry what GPUs have.
         balancer: Has the shares of what differs for each peer; see :meth:`balancer_for`.
         direct: Has them where peer copies write without a detour.
     """
@@ -109,7 +104,7 @@ class Transfers:
     def __init__(
         self,
         control: Control,
-        device: torch.device,
+        queues: Queues,
         links: list[Link],
         *,
         leaves_out_slower: bool,
@@ -119,7 +114,7 @@ class Transfers:
 
         Args:
             control: The ranks.
-            device: Where tensors are.
+            queues: The queues of the device where tensors are.
             links: The links, which are closed if this fails.
             leaves_out_slower: Whether the slower one of two links over the same wires carries
                 nothing, which is tried.
@@ -128,8 +123,7 @@ class Transfers:
         self.links = links
         for link in links:
             link.partners = [other for other in links if other is not link]
-        self.is_on_gpus = any(link.device_type == "cuda" for link in links)
-        self._control, self._device = control, device
+        self._control, self._queues = control, queues
         self._rank, self._num_ranks = control.rank, control.num_ranks
         self._number = 0
         self._times: dict[tuple[Balancer, int], Times] = {}
@@ -203,8 +197,6 @@ class Transfers:
         Raises:
             ShapeError: A peer has begun another one.
         """
-        if not self.is_on_gpus:
-            return  # other links tell with every chunk, which have to have the same numbers
         self._number += 1
         for link in self.links:
             link.announce(self._number, what)
@@ -219,7 +211,7 @@ class Transfers:
         if (times := load.times) is None:
             times = load.times = self._times_of(load)
         shares = balancer.shares(inbound)
-        carried, chunks, rates, alone = self._settled(load, shares)
+        carried, chunks, alone = self._settled(load, shares)
         # Ranks note the same transfers, also where only some of them have other work meanwhile.
         is_noted = times.is_next_timed()
         if load.writes is not None and meanwhile is None:
@@ -231,9 +223,7 @@ class Transfers:
             else:
                 self._write(link, load.what, load.writes)
             return {link}
-        flights = self.fly(
-            load.what, load.pieces, carried, chunks, rates, meanwhile, is_timed=is_noted
-        )
+        flights = self.fly(load.what, load.pieces, carried, chunks, meanwhile, is_timed=is_noted)
         used = set()
         for link, flight in zip(self.links, flights, strict=True):
             if flight is not None:
@@ -249,20 +239,19 @@ class Transfers:
         if key not in self._times:
             if not load.balancer.is_tuned(load.inbound):
                 self.tune(load)
-            self._times[key] = Times(self._control, has_samples=self.is_on_gpus)
+            self._times[key] = Times(self._control)
         return self._times[key]
 
     def _write(self, link: Link, what: str, writes: Writes) -> None:
         """What a link writes alone, and nobody times: the host has little else to do."""
         self._number += 1
-        link.write(self._number, what, writes, current_stream(self._device.index))
+        link.write(self._number, what, writes, self._queues.current())
 
     def _write_timed(self, link: Link, what: str, writes: Writes) -> list[Moved | None]:
         """The same between two moments of the current stream, link by link."""
-        stream = current_stream(self._device.index)
-        started = timed_event(stream)
+        started = self._queues.mark()
         self._write(link, what, writes)
-        moved = Between(started, timed_event(stream), writes.received)
+        moved = Between(started, self._queues.mark(), writes.received)
         return [moved if one is link else None for one in self.links]
 
     def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
@@ -279,9 +268,8 @@ class Transfers:
         """How pieces of a length go by a balancer's shares."""
         models = balancer.models(length * (self._num_ranks - 1))
         carried = tuple(cut(shares, length))
-        rates = [model.rate for model in models]
         alone = carried.index(length) if length in carried else -1
-        return _Route(carried, tuple(chunks_of(models, shares)), rates, alone)
+        return _Route(carried, tuple(chunks_of(models, shares)), alone)
 
     def fly(
         self,
@@ -289,7 +277,6 @@ class Transfers:
         pieces: Sequence[Piece],
         carried: Sequence[int],
         chunks: Sequence[int],
-        rates: Sequence[float],
         meanwhile: Callable[[], object] | None = None,
         is_timed: bool = True,
     ) -> list[Flight | None]:
@@ -300,8 +287,6 @@ class Transfers:
             pieces: As there.
             carried: Bytes of every piece for each link.
             chunks: Bytes that each link moves at once.
-            rates: Bytes per second of each link, by which it takes chunks of the rest; with 0 there
-                is no rest.
             meanwhile: As in :class:`Load`.
             is_timed: Whether flights have times.
 
@@ -310,20 +295,13 @@ class Transfers:
         """
         self._number += 1
         parts, used, turns = _plan(tuple(carried), tuple(chunks))
-        stream = current_stream(self._device.index) if self.is_on_gpus else None
-        started = moment(stream, is_timed) if stream else None
+        stream = self._queues.current()
+        started = self._queues.moment(stream, is_timed)
         is_beside = meanwhile is not None
-        exchange = Exchange(
-            self._number, what, pieces, parts, rates, stream, started, is_beside, is_timed
-        )
-        free = [index for index in used if self.links[index].takes_rest]
-        ledger = None
-        if free:
-            takes_rest = 1 < len(used) == len(free) and all(rates[index] > 0 for index in used)
-            ledger = Ledger(self._rank, exchange, free, takes_rest, self._control.timeout)
+        exchange = Exchange(self._number, what, pieces, parts, stream, started, is_beside, is_timed)
         flights: list[Flight | None] = [None] * len(carried)
         for index in used:
-            flights[index] = self.links[index].begin(exchange, index, ledger)
+            flights[index] = self.links[index].begin(exchange, index)
         steps = [flight.steps() if flight else iter(()) for flight in flights]
         for index in turns:
             next(steps[index], None)
@@ -331,9 +309,8 @@ class Transfers:
             for _ in steps[index]:
                 pass
         if meanwhile is not None:
-            meanwhile()
-        # Links with threads note their own ends, so it does no harm to wait for them last.
-        for index in sorted(used, key=lambda index: self.links[index].takes_rest):
+            self._queues.do(meanwhile)
+        for index in used:
             flight = flights[index]
             assert flight is not None
             flight.join()
@@ -342,32 +319,29 @@ class Transfers:
     def tune(self, load: Load) -> None:
         """Finds the shares of a size class by moving bytes, time and again. Collective."""
         what, pieces, inbound = load.what, load.pieces, load.inbound
-        idle = torch.empty((self._num_ranks + 1, GRAIN), dtype=torch.uint8, device=self._device)
+        shape = (self._num_ranks + 1, GRAIN)
+        idle = torch.empty(shape, dtype=torch.uint8, device=self._queues.device)
         meeting = self.pieces([idle[-1]] * self._num_ranks, list(idle[:-1]))
 
         def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
             # The balancer counts what a rank receives of all peers, a link what it moves to each.
             scaled = [nbytes // (self._num_ranks - 1) for nbytes in carried]
-            # Without rates there is no rest: a trial shows what each link does alone.
-            rates = [0.0] * len(scaled)
 
             def move(is_timed: bool = True) -> list[Flight | None]:
-                return self.fly(what, pieces, scaled, chunks, rates, is_timed=is_timed)
+                return self.fly(what, pieces, scaled, chunks, is_timed=is_timed)
 
-            if not self.is_on_gpus:
-                return greatest(self._control.gather(seconds_of(move())))
-            # GPUs begin together, else a time has the lateness of a peer.
+            # Ranks begin together, else a time has the lateness of a peer.
             first = [GRAIN if index == 0 else 0 for index in range(len(scaled))]
-            self.fly("a meeting", meeting, first, [GRAIN] * len(scaled), rates)
-            mark = functools.partial(timed_event, current_stream(self._device.index))
+            self.fly("a meeting", meeting, first, [GRAIN] * len(scaled))
             whole = sum(scaled)
             for link, nbytes, chunk in zip(self.links, scaled, chunks, strict=True):
                 writes = link.writes(pieces, Part(0, whole, chunk)) if nbytes == whole else None
                 if writes is not None:  # so it goes when nobody times it, and takes less
-                    _, took = row_of(functools.partial(self._write, link, what, writes), mark)
+                    write = functools.partial(self._write, link, what, writes)
+                    _, took = row_of(write, self._queues)
                     (slowest,) = greatest(self._control.gather([took]))
                     return [slowest if one is link else 0.0 for one in self.links]
-            return one_of_a_row(move, mark, self._control.gather)
+            return one_of_a_row(move, self._queues, self._control.gather)
 
         load.balancer.tune(inbound, measure)
         self._route.cache_clear()
@@ -378,13 +352,12 @@ class Transfers:
         if len(rivals) < 2:
             return None
         shape = (self._num_ranks + 1, _TRIAL_BYTES)
-        empty = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        empty = torch.empty(shape, dtype=torch.uint8, device=self._queues.device)
         pieces = self.pieces([empty[-1]] * self._num_ranks, list(empty[:-1]))
         took = dict.fromkeys(rivals, math.inf)
         for index in rivals * 3:  # the first time also pays for what is made then
             carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
-            width = len(carried)
-            flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * width, [0.0] * width)
+            flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * len(carried))
             flight = flights[index]
             assert flight is not None
             took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))

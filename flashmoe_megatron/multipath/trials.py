@@ -1,20 +1,18 @@
-"""Trials of stage one between GPUs."""
+"""Trials of stage one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flashmoe_megatron.multipath.control import greatest
 from flashmoe_megatron.multipath.links import Moved, seconds_between
+from flashmoe_megatron.multipath.queues import Queues
 
 _Result = TypeVar("_Result")
-
-_REPEATS = 5
-"""Transfers of a trial that count, behind one that does not; of them only the last is timed."""
 
 
 def one_of_a_row(
     move: Callable[[bool], Sequence[Moved | None]],
-    mark: Callable[[], Any],
+    queues: Queues,
     gather: Callable[[list[float]], list[list[float]]],
 ) -> list[float]:
     """Each link's seconds of one of several transfers that follow one another.
@@ -26,32 +24,32 @@ def one_of_a_row(
     Args:
         move: Issues a transfer, timed or not; gives what each link moves, ``None`` for one without
             bytes.
-        mark: An event with a time, behind what has been issued.
+        queues: Say how often, and have the current one.
         gather: Tells all ranks a row of numbers and gives theirs.
     """
-    are_timed = iter([False] * _REPEATS + [True])
-    runs, took = row_of(lambda: move(next(are_timed)), mark)
+    # The first transfer does not count, and only the last one is timed.
+    are_timed = iter([False] * queues.repeats + [True])
+    runs, took = row_of(lambda: move(next(are_timed)), queues)
     *each, took = greatest(gather([*seconds_of(runs[-1]), took]))
     slowest = max(each) or 1.0
     return [took * one / slowest for one in each]
 
 
-def row_of(move: Callable[[], _Result], mark: Callable[[], Any]) -> tuple[list[_Result], float]:
+def row_of(move: Callable[[], _Result], queues: Queues) -> tuple[list[_Result], float]:
     """Several transfers behind one that does not count.
 
     Args:
         move: Issues a transfer.
-        mark: As in :func:`one_of_a_row`.
+        queues: As in :func:`one_of_a_row`.
 
     Returns:
         What each gave, and seconds from the end of the first one to that of the last one over their
         number.
     """
     move()
-    begin = mark()
-    runs = [move() for _ in range(_REPEATS)]
-    end = mark()
-    return runs, seconds_between(begin, end) / _REPEATS
+    begin = queues.mark()
+    runs = [move() for _ in range(queues.repeats)]
+    return runs, seconds_between(begin, queues.mark()) / queues.repeats
 
 
 def seconds_of(links: Sequence[Moved | None]) -> list[float]:

@@ -15,6 +15,7 @@ import torch
 
 from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.multipath.arena import Arena, Region
+from flashmoe_megatron.multipath.gpu_queues import GpuQueues
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot, row_bytes
 from flashmoe_megatron.separate.lanes import Lane, Mark
@@ -60,7 +61,9 @@ class Copies(Exchange):
         self._staying = Lane(device)
         here, group = torch.device("cuda", self._index), ranks.group
         assert group is not None
-        self._arena = ranks.once(Arena, here, timeout, make=lambda: Arena(group, here, timeout))
+        self._arena = ranks.once(
+            Arena, here, timeout, make=lambda: Arena(group, GpuQueues(here), timeout)
+        )
         self.ranks = self._arena.ranks  # which hear of a copy that fails
 
     def raise_if_broken(self) -> None:

@@ -14,7 +14,7 @@ from flashmoe_megatron.planner import expert_capacity
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, LaunchRecord, Phase
 
 PHASES = tuple(Phase)
-LINKS = ("peer", "nccl", "host", "gloo", "sockets")
+LINKS = ("peer", "nccl", "host", "gloo")
 """The links of a multipath, whose figures ranks exchange in this order."""
 _PROCESSORS = (Phase.HEAD, Phase.STAGE_WAIT, Phase.GEMM, Phase.EPILOGUE, Phase.TAIL)
 _COMMUNICATION = (Phase.DISPATCH, Phase.DELIVER, Phase.REDUCE)

@@ -108,7 +108,7 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
             return exchange(load)
 
         patch.setattr(multipath.transfers, "exchange", noted)
-        patch.setattr(comparison, "row_of", lambda move, mark: ([move()], next(takes)))
+        patch.setattr(comparison, "row_of", lambda move, _: ([move()], next(takes)))
         gathered = torch.zeros(ranks * LENGTH, device="cuda")
         for async_op in (False, True):
             multipath.all_gather(gathered, parts[rank])

@@ -20,7 +20,7 @@ DDP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
 def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, set[int]]:
-    """Trains with all buckets over gloo and sockets.
+    """Trains with all buckets over the links of CPUs.
 
     Returns:
         The losses, how many exchanges went over the links, and how many ranks reduced so.

@@ -1,6 +1,6 @@
 """What a group's ranks share ends before the group does: all leave it, and then each frees its own.
 
-Processors stand for GPUs, whose driver notes when each rank unmaps and frees memory.
+CPUs stand for GPUs; what maps memory notes when each rank unmaps and frees some.
 """
 
 import contextlib
@@ -12,27 +12,25 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from flashmoe_megatron import driver, ending
+from flashmoe_megatron import ending
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.kernel import captured, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.multipath import Multipath
-from flashmoe_megatron.multipath.peer_copies import PeerCopies
+from flashmoe_megatron.multipath.thread_queues import ThreadQueues
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import Ranks
 from tests.distributed import RankPool, refusal
 from tests.unit.cases import make_config
 from tests.unit.test_group_memory import SIZES
-from tests.unit.test_rings import threads_for_queues
 
 LAST = 3
 """The rank that destroys the group after the others have begun to."""
@@ -64,18 +62,10 @@ class Clock:
 
 @contextlib.contextmanager
 def noted(clock: Clock) -> Iterator[None]:
-    """A driver that says when memory of peers is unmapped and a rank's own is freed."""
-
-    def with_note(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            clock.note(what)
-            return function(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch, threads_for_queues(patch, 9):
-        patch.setattr(driver, "unmap", with_note("left", driver.unmap))
-        patch.setattr(driver, "free", with_note("freed", driver.free))
+    """Heaps in a CPU's memory, which say when a rank's own is freed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda _: None)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, raising=False)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
@@ -88,15 +78,32 @@ def noted(clock: Clock) -> Iterator[None]:
         yield
 
 
+class NotedQueues(ThreadQueues):
+    """Say when memory of peers is unmapped and a rank's own is freed."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def unmap(self, address: int) -> None:
+        self._clock.note("left")
+        super().unmap(address)
+
+    def free(self, address: int) -> None:
+        self._clock.note("freed")
+        super().free(address)
+
+
 def open_arena(group: dist.ProcessGroup, clock: Clock) -> Callable[[], object]:
-    arena = Ranks(group).once(Arena, make=lambda: Arena(group, DEVICE, 30.0))
+    queues = NotedQueues(clock)
+    arena = Ranks(group).once(Arena, make=lambda: Arena(group, queues, 30.0))
     arena.take([1000] * 4)
-    return lambda: arena.restart(torch.cuda.current_stream(0))
+    return lambda: arena.restart(queues.current())
 
 
 def open_links(group: dist.ProcessGroup, clock: Clock) -> Callable[[], object]:
-    link = functools.partial(PeerCopies, device=DEVICE)
-    multipath = Multipath(group, device=DEVICE, links=[link], min_bytes=1, timeout=30)
+    queues, links = NotedQueues(clock), ["peer"]
+    multipath = Multipath(group, device=DEVICE, links=links, min_bytes=1, timeout=30, queues=queues)
     return lambda: multipath.all_reduce(torch.ones(4))
 
 

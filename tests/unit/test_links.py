@@ -2,8 +2,8 @@
 
 import errno
 import os
-import socket
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +12,18 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import DeviceError, HeapError, LinkError
-from flashmoe_megatron.multipath import ledger as ledgers
-from flashmoe_megatron.multipath import shared
+from flashmoe_megatron.multipath import gpu_queues, shared
 from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.choose import make_links
 from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.gpu_queues import GpuQueues
 from flashmoe_megatron.multipath.inbox import Inbox
-from flashmoe_megatron.multipath.ledger import Ledger
-from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place
+from flashmoe_megatron.multipath.links import Place
 from flashmoe_megatron.multipath.mapped import Block
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.shared import SharedMemory
-from flashmoe_megatron.multipath.sockets import SocketLink
+from flashmoe_megatron.multipath.thread_queues import ThreadQueues
 from flashmoe_megatron.multipath.transfers import Transfers
 
 CPU = torch.device("cpu")
@@ -68,15 +67,15 @@ def test_a_failed_link_is_not_asked_for_memory_again(monkeypatch: pytest.MonkeyP
 def test_links_that_were_made_before_one_fails_are_closed() -> None:
     closed: list[str] = []
 
-    def fail(_: Control) -> Any:
+    def fail(*_: object) -> Any:
         raise LinkError("no wires")
 
     made = [
-        lambda _, name=name: SimpleNamespace(close=lambda: closed.append(name)) for name in "ab"
+        lambda *_, name=name: SimpleNamespace(close=lambda: closed.append(name)) for name in "ab"
     ]
     control: Any = None
     with pytest.raises(LinkError, match="no wires"):
-        make_links(control, CPU, [*made, fail])
+        make_links(control, ThreadQueues(), [*made, fail])
     assert closed == ["a", "b"]
 
 
@@ -92,42 +91,6 @@ def test_nothing_of_what_ranks_have_told_stays_in_the_store() -> None:
             one._store.set(one._key(number, one.rank), str(10 * one.rank))
         assert [one.read(number) for one in ranks] == [[0, 10, 20]] * 3
     assert store.num_keys() == 0
-
-
-def make_ledger() -> Ledger:
-    piece = Piece(1, torch.zeros(4), torch.zeros(4))
-    exchange = Exchange(1, "a test", [piece], [Part(0, 4, 4)], [0.0], None, None)
-    return Ledger(0, exchange, [0], takes_rest=False, timeout=5)
-
-
-def test_who_sends_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that reads is there, though nothing comes of it."""
-    now = [0.0]
-    monkeypatch.setattr(ledgers.time, "monotonic", lambda: now[0])
-    ledger = make_ledger()
-    ledger.note_received(1, 4)
-    ledger.begin_sending()
-    now[0] = 4.0
-    ledger.note_sent()
-    now[0] = 7.0
-    waited: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waited.append(seconds)
-        ledger._num_sending = 0
-
-    monkeypatch.setattr(ledger._changed, "wait", wait)
-    ledger.wait()
-    assert waited == [2.0]
-
-
-def test_the_first_error_of_an_exchange_counts() -> None:
-    """The others follow from it."""
-    ledger = make_ledger()
-    for reason in ("the first", "the second"):
-        ledger.fail(LinkError(reason))
-    with pytest.raises(LinkError, match="the first"):
-        ledger.wait()
 
 
 def test_memory_has_what_lies_in_it_as_a_whole() -> None:
@@ -165,9 +128,11 @@ def test_a_gather_is_known_by_its_dtype_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_outputs_of_every_floating_dtype_are_marked_if_their_link_fails(dtype: torch.dtype) -> None:
     for verdict in (1.0, torch.nan):
-        link = bare(HostRelay, _verdict=torch.tensor([verdict]))
+        queues = ThreadQueues()
+        link = bare(HostRelay, queues=queues, _verdict=torch.tensor([verdict]))
         output = torch.ones(3, dtype=dtype)
         assert link.guard(output)
+        queues.synchronize()
         assert output.isnan().tolist() == [verdict != 1.0, False, False]
     assert not link.guard(torch.ones(3, dtype=torch.int32))
 
@@ -181,27 +146,6 @@ def test_a_host_without_room_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(HeapError, match="ENOSPC"):
         SharedMemory.create(4096)
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_connections_end_with_a_link_that_cannot_be_made() -> None:
-    """The peer that has accepted one would wait for it until the process ends."""
-    with socket.create_server(("127.0.0.1", 0)) as lower:
-        lower.settimeout(20)
-
-        def agree(make: Any) -> list[Any]:
-            own = make()
-            if own is not None:
-                return [lower.getsockname(), own]
-            raise LinkError("rank 0: link sockets: cannot reach a peer")
-
-        control: Any = SimpleNamespace(rank=1, num_ranks=2, timeout=20, all=agree)
-        with pytest.raises(LinkError, match="cannot reach") as raised:  # which keeps all alive
-            SocketLink(control)
-        accepted, _ = lower.accept()
-        with accepted:
-            accepted.settimeout(20)
-            assert accepted.recv(4) == b"\1\0\0\0"
-            assert accepted.recv(1) == b"", f"it is closed behind {raised.value}"
 
 
 def test_of_two_links_over_the_same_wires_the_slower_one_is_found() -> None:
@@ -218,7 +162,7 @@ def test_of_two_links_over_the_same_wires_the_slower_one_is_found() -> None:
     transfers = bare(
         Transfers, links=links, fly=fly, pieces=lambda *_: [], _control=control, _num_ranks=1
     )
-    transfers._device = torch.device("meta")
+    transfers._queues = SimpleNamespace(device=torch.device("meta"))
     assert transfers._slower("peer", "nccl") == "nccl"
     took["peer"] = 4.0
     assert transfers._slower("peer", "nccl") == "peer"
@@ -251,7 +195,7 @@ def test_what_is_closed_holds_no_tensors() -> None:
         _broken=LinkError("a peer is gone"),
         _control=SimpleNamespace(leave=lambda: None),
         _in_place=known,
-        _worker=SimpleNamespace(shutdown=lambda: None),
+        _queues=ThreadQueues(),
         device=CPU,
         transfers=SimpleNamespace(leave=lambda: None, close=lambda: None),
     )
@@ -267,7 +211,56 @@ def test_ranks_compare_operations_before_they_wait_for_memory() -> None:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     link: Any = SimpleNamespace(allocate=allocate)
-    inbox = Inbox([link], CPU)
+    inbox = Inbox([link], ThreadQueues())
     inbox.take(64, lambda: steps.append("compared"))
     inbox.take(32, lambda: steps.append("compared"))
     assert steps == ["compared", "64 bytes"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_call_on_a_gpu_is_in_order_with_the_streams_around_it(
+    monkeypatch: pytest.MonkeyPatch, async_op: bool
+) -> None:
+    """A call behind another one waits for its stream, and memory is kept for the one it is in."""
+    calls: list[object] = []
+
+    class Stream(SimpleNamespace):
+        def wait_stream(self, other: "Stream") -> None:
+            calls.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self) -> str:
+            return f"end of {self.name}"
+
+        def wait_event(self, event: str) -> None:
+            calls.append(f"{self.name} waits for {event}")
+
+    current, own, earlier = (Stream(name=name) for name in ("current", "own", "earlier"))
+    monkeypatch.setattr(gpu_queues, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda one: noted(calls, f"on {one}"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: noted(calls, f"in {one.name}"))
+    link = SimpleNamespace(raise_if_broken=lambda: calls.append("looks"))
+    multipath = bare(
+        Multipath,
+        _broken=None,
+        _last_stream=earlier,
+        _queues=GpuQueues(torch.device("cuda", 0)),
+        _stream=own,
+        transfers=SimpleNamespace(links=[link]),
+    )
+    tensor: Any = SimpleNamespace(record_stream=lambda one: calls.append(f"kept for {one.name}"))
+    work = multipath._start(lambda: calls.append("runs"), [tensor], async_op)
+    if not async_op:
+        assert calls == ["current waits for earlier", "on cuda:0", "runs"]
+        assert work is None
+        return
+    work.wait()
+    assert calls == [
+        *("own waits for current", "own waits for earlier", "on cuda:0", "in own", "runs"),
+        *("kept for own", "looks", "current waits for end of own"),
+    ]
+
+
+def noted(calls: list[object], what: str) -> nullcontext[None]:
+    calls.append(what)
+    return nullcontext()

@@ -1,4 +1,4 @@
-"""Large transfers over several links: the balancer on simulated links, operations over sockets."""
+"""Large transfers over several links: the balancer on simulated links, operations by threads."""
 
 import errno
 import functools
@@ -8,11 +8,10 @@ import random
 import re
 import resource
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from flashmoe_megatron.multipath import board, choose
 from flashmoe_megatron.multipath.balancer import (
     CHUNKS,
     FEWER_CHUNKS,
-    GRAIN,
     MAX_TRIALS,
     MOST_CHUNKS,
     WINDOW,
@@ -44,18 +42,17 @@ from flashmoe_megatron.multipath.balancer import (
     size_class,
 )
 from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.ledger import Ledger
-from flashmoe_megatron.multipath.links import Exchange, Part, Piece
 from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.queues import Queues
+from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.shared import SharedMemory
-from flashmoe_megatron.multipath.simulated import SimulatedLink, measure, play
-from flashmoe_megatron.multipath.sockets import Pace, SocketLink
+from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from flashmoe_megatron.multipath.sums import sum_in_order
-from flashmoe_megatron.multipath.tickets import Tickets
+from flashmoe_megatron.multipath.thread_queues import ThreadMoment, ThreadQueue, ThreadQueues
 from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import PATIENCE_S, RankError, RankPool, renamed, run_ranks
 from tools.bench import multipath as bench
-from tools.bench.multipath import _right, _wait_for_pacer, table
+from tools.bench.multipath import PacedRelay, _right, _wait_for_pacer, table
 
 MACHINES = {
     "H800": [("nvlink", 132, 20), ("pcie", 22, 170), ("rdma", 13, 100)],
@@ -280,59 +277,6 @@ def test_bytes_are_cut_without_loss() -> None:
         assert all(share or not one for share, one in zip(shares, carried, strict=True))
 
 
-def test_the_rest_goes_by_whichever_link_is_free() -> None:
-    carried, chunks, rates = [80 * 2**20, 20 * 2**20], [2**20] * 2, [80e9, 20e9]
-    late = [SimulatedLink("fast", 80, 0), SimulatedLink("slow", 16, 0)]  # 25 % slower than known
-    ends, moved = play(late, Tickets.with_rest(carried, chunks, rates))
-    assert sum(moved) == sum(carried)
-    assert moved[1] < 19 * 2**20
-    assert max(ends) < 0.95 * max(play(late, Tickets(carried, chunks, rates))[0])
-
-
-@pytest.mark.parametrize("make", [Tickets, Tickets.with_rest], ids=["own", "rest"])
-def test_every_byte_is_handed_out_once(make: Callable[..., Tickets]) -> None:
-    carried, chunks = [5 * 2**20 + 3, 0, 3 * 2**20, 1], [2**20, 2**20, 2**18, 2**20]
-    tickets = make(carried, chunks, [3e9, 9e9, 1e9, 2e9])
-    draw, taken = random.Random(0), []
-    links = [0, 1, 2, 3]
-    while links:
-        link = draw.choice(links)
-        if (chunk := tickets.take(link)) is None:
-            links.remove(link)
-        else:
-            assert 0 < chunk[1] - chunk[0] <= chunks[link]
-            taken.append(chunk)
-    ends = [0, *(end for _, end in sorted(taken))]
-    assert [begin for begin, _ in sorted(taken)] == ends[:-1]
-    assert ends[-1] == sum(carried)
-
-
-def test_tickets_by_hand() -> None:
-    tickets = Tickets.with_rest([100 * GRAIN, 10 * GRAIN + 5], [99 * GRAIN] * 2, [10.0, 1.0])
-    grains = [(link, tickets.take(link)) for link in (0, 1, 0, 1, 1)]
-    assert grains == [
-        (0, (0, 90 * GRAIN)),
-        (1, (90 * GRAIN, 99 * GRAIN)),
-        (0, (99 * GRAIN, 100 * GRAIN)),
-        (1, (100 * GRAIN, 101 * GRAIN)),  # as long as the fast link would need for all ten
-        (1, None),
-    ]
-    long = Tickets.with_rest([1000 * GRAIN], [99 * GRAIN], [1.0])
-    own = [long.take(0) for _ in range(10)]
-    assert own[-1] == (891 * GRAIN, 900 * GRAIN)
-    assert long.take(0) == (900 * GRAIN, 900 * GRAIN + 100 * GRAIN // 16)
-
-
-def test_no_chunk_is_left_to_a_faster_link_that_carries_nothing() -> None:
-    carried, rates = [0, 80 * 2**20, 20 * 2**20], [1000e9, 80e9, 20e9]
-    tickets = Tickets.with_rest(carried, [2**20] * 3, rates)
-    taken = 0
-    for link in (1, 2):
-        while (chunk := tickets.take(link)) is not None:
-            taken += chunk[1] - chunk[0]
-    assert taken == sum(carried)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int8])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("average", [False, True])
@@ -407,35 +351,59 @@ def test_full_memory_is_named() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
-class TokenPace(Pace):
-    """Counts time by what is sent instead of letting it pass, so that no machine is too slow."""
+class Metered(ThreadQueues):
+    """Count time by what is sent instead of letting it pass, so that no machine is too slow."""
 
-    def take(self, nbytes: int) -> None:
-        pass
+    def __init__(self) -> None:
+        self._written_at: dict[int, float] = {}
+        super().__init__()
 
-    def seconds(self, nbytes: int, measured: float) -> float:
-        return nbytes / self.rate
+    def make(self) -> ThreadQueue:
+        stream: Any = super().make()
+        vars(stream).update(at=0.0, now=lambda: stream.at)
+        wait_event = stream.wait_event
+
+        def wait(event: ThreadMoment) -> None:
+            wait_event(event)
+            stream.run(lambda: self._reach(stream, event._at))
+
+        vars(stream).update(wait_event=wait)
+        return stream
+
+    def write_value(self, stream: Any, address: int, value: int) -> None:
+        stream.run(lambda: self._written_at.update({address: stream.at}))
+        super().write_value(stream, address, value)
+
+    def wait_value(self, stream: Any, address: int, value: int) -> None:
+        super().wait_value(stream, address, value)
+        stream.run(lambda: self._reach(stream, self._written_at.get(address, 0.0)))
+
+    @staticmethod
+    def _reach(stream: Any, at: float) -> None:
+        stream.at = max(stream.at, at)
 
 
-class StallingPace(TokenPace):
-    """Stalls at random, as a busy network does."""
+class MeteredRelay(PacedRelay):
+    def admit(self, stream: Any, nbytes: int) -> None:
+        stream.run(lambda: self._pass(stream, nbytes))
 
-    def __init__(self, rate: float, seed: int) -> None:
-        super().__init__(rate)
-        self._random = random.Random(seed)
+    def _pass(self, stream: Any, nbytes: int) -> None:
+        with self._lock:
+            stream.at = self._free_at = max(self._free_at, stream.at) + nbytes / self._rate
 
-    def take(self, nbytes: int) -> None:
-        time.sleep(self._random.choice([0, 0, 0, 0.001, 0.004]))
+
+class StallingRelay(PacedRelay):
+    """Stalls at random, as a busy machine does."""
+
+    def _take(self, nbytes: int) -> None:
+        time.sleep(random.choice([0, 0, 0, 0.001, 0.004]))
 
 
 RATES = {"fast": 4e8, "slow": 1e8}
 
 
-def links_of(make: Callable[[float], Pace]) -> list[Any]:
-    return [
-        lambda control, name=name, rate=rate: SocketLink(control, name, pace=make(rate))
-        for name, rate in RATES.items()
-    ]
+def links_of(kind: type[PacedRelay], rates: Mapping[str, float]) -> list[Any]:
+    return [functools.partial(kind, rate=rate, name=name) for name, rate in rates.items()]
 
 
 def contributions(ranks: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -491,7 +459,8 @@ def check_parameters(multipath: Multipath) -> None:
 
 
 def operations(group: dist.ProcessGroup) -> dict[str, int]:
-    with Multipath(group, links=links_of(TokenPace), min_bytes=1, timeout=60) as multipath:
+    links, queues = links_of(MeteredRelay, RATES), Metered()
+    with Multipath(group, links=links, min_bytes=1, timeout=60, queues=queues) as multipath:
         for dtype in (torch.int32, torch.bfloat16, torch.float32, torch.uint8):
             for length in (1, 700, 40_009):
                 check_operations(multipath, dtype, length)
@@ -501,8 +470,7 @@ def operations(group: dist.ProcessGroup) -> dict[str, int]:
         pieces = multipath.transfers.pieces(list(empty), list(empty.clone()))
         multipath.transfers.tune(multipath.transfers.load("a trial", pieces))
         carried = cut(multipath.transfers.balancer.shares(length), 2**20)
-        # Who takes the rest is up to the machine's load here, so there is none.
-        flights = multipath.transfers.fly("a measurement", pieces, carried, [2**16] * 2, [0.0] * 2)
+        flights = multipath.transfers.fly("a measurement", pieces, carried, [2**16] * 2)
         moved = {
             link.name: flight.num_bytes()
             for link, flight in zip(multipath.transfers.links, flights, strict=True)
@@ -532,7 +500,7 @@ def operations(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_operations_over_two_paced_connections(num_ranks: int, ranks: RankPool) -> None:
+def test_operations_over_two_paced_links(num_ranks: int, ranks: RankPool) -> None:
     for moved in ranks.run(operations, num_ranks=num_ranks):
         total = sum(moved.values())
         assert total == 2**20 * (num_ranks - 1)
@@ -541,15 +509,9 @@ def test_operations_over_two_paced_connections(num_ranks: int, ranks: RankPool) 
 
 
 def stress(group: dist.ProcessGroup) -> None:
-    rank = dist.get_rank(group)
-    makers = [
-        lambda control, index=index: SocketLink(
-            control, f"link {index}", pace=StallingPace(1e9, 10 * rank + index)
-        )
-        for index in range(3)
-    ]
+    links = links_of(StallingRelay, dict.fromkeys(("a", "b", "c"), 1e9))
     draw = random.Random(7)  # the same lengths on every rank
-    with Multipath(group, links=makers, min_bytes=1, timeout=60) as multipath:
+    with Multipath(group, links=links, min_bytes=1, timeout=60) as multipath:
         for _ in range(4 * WINDOW):
             check_operations(multipath, torch.int32, draw.choice([3, 900, 1000]))
 
@@ -559,16 +521,9 @@ def test_nothing_is_lost_or_doubled_under_stalls(ranks: RankPool) -> None:
 
 
 def uneven(group: dist.ProcessGroup) -> str:
-    with Multipath(group, links=["gloo", "sockets"], min_bytes=1) as both:
+    with Multipath(group, links=["gloo", "host"], min_bytes=1) as both:
         check_operations(both, torch.float32, 1000)
-
-    class Late(TokenPace):
-        def take(self, nbytes: int) -> None:
-            time.sleep(0.3 * (1 - dist.get_rank(group)))
-
-    # Rank 0 knows of rank 1's call, and closes, before it has sent anything.
-    links = [lambda control: SocketLink(control, pace=Late(1e9))]
-    multipath = Multipath(group, links=links, min_bytes=1, timeout=20)
+    multipath = Multipath(group, links=["host"], min_bytes=1, timeout=20)
     multipath.transfers.balancer.tune(4096, lambda carried, chunks: [1e-6 * max(carried)])
     try:
         multipath.all_reduce(torch.ones(100 + multipath.rank))
@@ -587,8 +542,8 @@ def test_uneven_sizes_are_named_on_every_rank(ranks: RankPool) -> None:
 
 
 def other_first_calls(group: dist.ProcessGroup) -> str:
-    links = [lambda control: SocketLink(control, pace=TokenPace(1e9))]
-    multipath = Multipath(group, links=links, min_bytes=1, timeout=60)
+    multipath = Multipath(group, links=["host"], min_bytes=1, timeout=60)
+    multipath.transfers.balancer.tune(400, lambda carried, chunks: [1e-6 * max(carried)])
     whole, part = torch.ones(200), torch.ones(100)
     try:
         if multipath.rank == 0:
@@ -607,22 +562,11 @@ def test_other_operations_are_named_on_every_rank(ranks: RankPool) -> None:
         assert "all_gather of 800 bytes" in said
 
 
-@pytest.mark.parametrize("received", [0, 3, 4])
-def test_a_peer_that_closes_behind_its_last_byte_ends_nothing(received: int) -> None:
-    piece = Piece(1, torch.zeros(4), torch.zeros(4))
-    exchange = Exchange(1, "a test", [piece], [Part(0, 4, 4)], [0.0], None, None)
-    ledger = Ledger(0, exchange, [0], takes_rest=False, timeout=5)
-    ledger.note_received(1, received)
-    ledger.lose(1, LinkError("the peer has closed it"))
-    missed = pytest.raises(LinkError, match="has closed it") if received < 4 else nullcontext()
-    with missed:
-        ledger.wait()
-
-
 def fails_alone(group: dist.ProcessGroup) -> list[str]:
     said = []
-    multipath = Multipath(group, links=["sockets"], min_bytes=1, timeout=3)
+    multipath = Multipath(group, links=["host"], min_bytes=1, timeout=3)
     multipath.all_reduce(torch.ones(4096))
+    dist.barrier(group)  # else this call may hear already of what fails next
     reduce = multipath._reduce
     if multipath.rank == 0:
         multipath._reduce = lambda *_: 1 / 0  # type: ignore[assignment, return-value]
@@ -646,7 +590,7 @@ def test_a_call_that_fails_on_one_rank_alone_is_not_taken_for_the_next(ranks: Ra
 
 
 def counts(group: dist.ProcessGroup) -> None:
-    with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
+    with Multipath(group, links=["gloo", "host"], min_bytes=1, timeout=60) as multipath:
         inbound = 4096 * (multipath.num_ranks - 1)
         multipath.transfers.balancer.tune(
             inbound, lambda carried, chunks: [1e-9 * one for one in carried]
@@ -660,9 +604,10 @@ def counts(group: dist.ProcessGroup) -> None:
             return sum(one.nbytes for one in totals), sum(one.timed_bytes for one in totals)
 
         assert gathered(3) == (3 * inbound, 0)
-        row = 4 * WINDOW  # times are told by rows, of which each is known two rows later
-        assert gathered(3 * row - 3) == ((3 * row - 3) * inbound, row * inbound)
-        assert gathered(row) == (row * inbound, row * inbound)
+        # One in eight is timed; times are told by windows, of which each is known two later.
+        row = 8 * WINDOW
+        assert gathered(3 * row - 3) == ((3 * row - 3) * inbound, WINDOW * inbound)
+        assert gathered(row) == (row * inbound, WINDOW * inbound)
 
 
 def test_bytes_are_counted_at_once(ranks: RankPool) -> None:
@@ -706,7 +651,7 @@ def test_nobody_goes_without_a_link_for_which_a_rank_came_late() -> None:
 
 def unknown(group: dist.ProcessGroup) -> list[str]:
     said = []
-    for links in (["carrier pigeon"], ["host"], [unreachable]):
+    for links in (["sockets"], ["nccl"], [without_room]):
         try:
             Multipath(group, links=links, timeout=20)  # type: ignore[arg-type]
         except FlashMoEError as error:
@@ -714,16 +659,20 @@ def unknown(group: dist.ProcessGroup) -> list[str]:
     return said
 
 
-def unreachable(control: Any) -> SocketLink:
-    host = "127.0.0.1" if control.rank else "203.0.113.1"  # nobody has this address
-    return SocketLink(control, host=host)
+def without_room(control: Control, queues: Queues) -> HostRelay:
+    def fail() -> int:
+        raise HeapError("the host has no bytes")
+
+    if control.rank == 0:
+        vars(queues).update(numa_node=fail)
+    return HostRelay(control, queues)
 
 
 def test_links_that_cannot_be_made_are_refused_on_every_rank(ranks: RankPool) -> None:
     for said in ranks.run(unknown, num_ranks=2):
-        assert "'carrier pigeon' for tensors on cpu: wanted some of gloo, sockets" in said[0]
-        assert "'host' for tensors on cpu" in said[1]
-        assert "rank 0: link sockets: cannot listen at 203.0.113.1" in said[2]
+        assert "'sockets' for tensors on cpu: wanted some of peer, gloo, host" in said[0]
+        assert "'nccl' for tensors on cpu" in said[1]
+        assert "rank 0: the host has no bytes" in said[2]
 
 
 def agree_with_a_rank_that(group: dist.ProcessGroup, error: type[Exception]) -> tuple[str, Any]:
@@ -751,32 +700,32 @@ def test_what_one_rank_cannot_make_no_rank_waits_for(
 
 def with_a_peer_that(group: dist.ProcessGroup, fault: str, path: Path) -> None:
     rank = dist.get_rank(group)
+    outcome = path.with_suffix(".0")
 
-    def leave(nbytes: int) -> None:
-        if fault == "dies":
-            os._exit(7)
-        threading.Event().wait()  # stalls for ever
+    class Faulty(PacedRelay):
+        def _take(self, nbytes: int) -> None:
+            while rank and fault == "stalls" and not outcome.exists():
+                time.sleep(0.01)
+            if rank:
+                os._exit(7)
 
-    class Faulty(TokenPace):
-        take = staticmethod(leave) if rank else TokenPace.take  # type: ignore[assignment]
-
-    links = [lambda control: SocketLink(control, "faulty", pace=Faulty(1e9))]
-    multipath = Multipath(group, links=links, min_bytes=1, timeout=5.0)
+    links = links_of(Faulty, {"faulty": 1e9})
+    multipath = Multipath(group, links=links, min_bytes=1, timeout=60.0 if rank else 5.0)
     multipath.transfers.balancer.tune(4096, lambda carried, chunks: [1e-6 * max(carried)])
     began = time.monotonic()
     try:
         multipath.all_reduce(torch.ones(2048))
     except FlashMoEError as error:
-        path.with_suffix(f".{rank}").write_text(f"{type(error).__name__}: {error}")
-    assert time.monotonic() < began + 60
-    os._exit(0)  # threads that stall for ever hold nothing up
+        assert time.monotonic() < began + 60
+        outcome.write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("dies", (LinkError, "link faulty between ranks 0 and 1 broke")),
-        ("stalls", (PeerTimeoutError, "rank 0 still awaits 4096 bytes of rank 1")),
+        ("dies", (LinkError, "rank 0 lost rank 1, whose process has ended")),
+        ("stalls", (PeerTimeoutError, "for ranks [1], longer than 5 s")),
     ],
 )
 def test_a_peer_that(fault: str, said: tuple[type, str], tmp_path: Path) -> None:
@@ -784,7 +733,7 @@ def test_a_peer_that(fault: str, said: tuple[type, str], tmp_path: Path) -> None
     with pytest.raises(RankError):
         run_ranks(with_a_peer_that, 2, fault, path)
     text = path.with_suffix(".0").read_text()
-    assert text.startswith(f"{said[0].__name__}: ")
+    assert text.startswith(f"{said[0].__name__}: link faulty, all_reduce of 8192 bytes")
     assert said[1] in text
 
 
@@ -814,7 +763,7 @@ def test_a_call_to_a_peer_that_is_gone_names_the_link(tmp_path: Path) -> None:
 
 
 def every_byte(group: dist.ProcessGroup) -> dict[str, Any]:
-    with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=60) as multipath:
+    with Multipath(group, links=["gloo", "host"], min_bytes=1, timeout=60) as multipath:
         with pytest.raises(SystemExit, match="wanted some by every link"):
             _right(multipath, 0)
         found = _right(multipath, 40, largest=2**16)
@@ -883,13 +832,14 @@ def test_the_bench_does_not_wait_for_a_pacer_that_cannot_come() -> None:
 
 
 def ends(group: dist.ProcessGroup) -> list[str]:
-    with Multipath(group, links=["gloo", "sockets"], min_bytes=1, timeout=20) as multipath:
+    with Multipath(group, links=["gloo", "host"], min_bytes=1, timeout=20) as multipath:
         memory = numpy.zeros(2**16 * multipath.num_ranks, numpy.uint8)
         output = torch.from_numpy(memory)
         multipath.transfers.balancer.tune(
             output.numel() // 2, lambda carried, chunks: [1e-9 * one for one in carried]
         )
-        multipath.all_gather(output, torch.ones(2**16, dtype=torch.uint8))
+        for _ in range(8):  # one in eight is timed
+            multipath.all_gather(output, torch.ones(2**16, dtype=torch.uint8))
         assert int(output.sum()) == output.numel()
         (flights,) = multipath.transfers._times.popitem()[1]._window
         assert None not in flights
@@ -899,7 +849,7 @@ def ends(group: dist.ProcessGroup) -> list[str]:
     multipath.close()
     closed: list[str] = []
 
-    class Closes(SocketLink):
+    class Closes(HostRelay):
         def close(self) -> None:
             closed.append(self.name)
             super().close()
@@ -912,8 +862,8 @@ def ends(group: dist.ProcessGroup) -> list[str]:
 
 
 def test_what_has_ended_holds_nothing(ranks: RankPool) -> None:
-    assert ranks.run(ends, num_ranks=2) == [["sockets", "sockets"]] * 2
+    assert ranks.run(ends, num_ranks=2) == [["host", "host"]] * 2
 
 
 def test_links_are_those_that_metrics_know() -> None:
-    assert sorted(LINKS) == sorted({*choose._ON_GPUS, *choose._ON_CPUS})
+    assert sorted(LINKS) == sorted(set().union(*choose._USABLE.values()))

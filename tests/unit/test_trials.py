@@ -11,7 +11,7 @@ import pytest
 
 from flashmoe_megatron.multipath import comparison
 from flashmoe_megatron.multipath.balancer import MAX_TRIALS, WINDOW, Balancer, chunks_of, cut
-from flashmoe_megatron.multipath.times import _WINDOWS, Times
+from flashmoe_megatron.multipath.times import Times
 from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
 
 MIB = 2**20
@@ -35,16 +35,14 @@ class Flight:
         self.num_bytes = lambda: 1
 
 
-def test_one_in_eight_is_timed_where_that_takes_time() -> None:
-    for has_samples, eight in ((True, [False] * 7 + [True]), (False, [True] * 8)):
-        times = Times(SimpleNamespace(), has_samples=has_samples)  # type: ignore[arg-type]
-        assert [times.is_next_timed() for _ in range(24)] == eight * 3
+def test_one_in_eight_is_timed() -> None:
+    times = Times(SimpleNamespace())  # type: ignore[arg-type]
+    assert [times.is_next_timed() for _ in range(24)] == ([False] * 7 + [True]) * 3
 
 
-@pytest.mark.parametrize("has_samples", [False, True])
-def test_times_are_the_slowest_ranks_and_come_two_spans_later(has_samples: bool) -> None:
-    """The other rank is twice as slow, and is not asked of a span of one link alone."""
-    span = WINDOW if has_samples else _WINDOWS * WINDOW
+def test_times_are_the_slowest_ranks_and_come_two_windows_later() -> None:
+    """The other rank is twice as slow, and is not asked of a window of one link alone."""
+    span = WINDOW
     asked: list[list[float]] = []
 
     def ask(values: list[float]) -> Any:
@@ -56,7 +54,7 @@ def test_times_are_the_slowest_ranks_and_come_two_spans_later(has_samples: bool)
 
     for num_pairs, num_asked in ((4 * span, 3), (1, 1), (0, 0)):
         control: Any = SimpleNamespace(ask=ask)
-        times, found, want = Times(control, has_samples=has_samples), [], []
+        times, found, want = Times(control), [], []
         for index in range(4 * span):
             is_pair = index < num_pairs
             other = flight(index + 0.5, 2 * index) if is_pair else None
@@ -89,7 +87,7 @@ def test_ranks_have_the_same_shares_when_a_link_comes_back() -> None:
                 return SimpleNamespace(wait=lambda: [one[index] for one in told])
 
             control: Any = SimpleNamespace(ask=ask)
-            self.times = Times(control, has_samples=True)
+            self.times = Times(control)
 
         @staticmethod
         def took(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
@@ -156,6 +154,8 @@ class Pair:
         self._sent, self._received = received if self._both_ways else sent, received
         return flights
 
+    repeats = 5
+
     def mark(self) -> Event:
         return Event(max(self._host, self._received))
 
@@ -164,7 +164,7 @@ class Pair:
         return self._free[engine]
 
 
-def of_one(move: Callable[[], list[Any]], mark: Callable[[], Event], gather: Any) -> list[float]:
+def of_one(move: Callable[[], list[Any]], queues: object, gather: Any) -> list[float]:
     """A trial of one transfer."""
     return seconds_of(move())
 
@@ -179,7 +179,7 @@ def seconds(pair: Pair, carried: Sequence[int], chunks: Sequence[int]) -> float:
 def tuned(make: Callable[[], Pair], nbytes: int, trial: Callable[..., list[float]]) -> Balancer:
     def measure(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
         pair = make()
-        return trial(functools.partial(pair.move, carried, chunks), pair.mark, lambda row: [row])
+        return trial(functools.partial(pair.move, carried, chunks), pair, lambda row: [row])
 
     balancer = Balancer(["peer", "host"])
     balancer.tune(nbytes, measure)
@@ -226,7 +226,7 @@ def test_what_the_host_cannot_issue_in_time_is_left_to_the_peer() -> None:
 def test_no_bytes_take_no_time() -> None:
     pair = Pair((200, 48), False, 5e-6)
     move = functools.partial(pair.move, (0, 0), (MIB, MIB))
-    assert one_of_a_row(move, pair.mark, lambda row: [row]) == [0.0, 0.0]
+    assert one_of_a_row(move, pair, lambda row: [row]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -245,14 +245,13 @@ def test_links_have_to_win_by_a_margin_on_the_slowest_rank(
     moved = list[str]()
     lucky = itertools.cycle([0.1, links_take, 0.1, links_take, links_take])
 
-    def row(move: Callable[[], Any], mark: object) -> tuple[list[Any], float]:
+    def row(move: Callable[[], Any], queues: object) -> tuple[list[Any], float]:
         return [], next(lucky) if move() == "links" else 1.0
 
     monkeypatch.setattr(comparison, "row_of", row)
-    monkeypatch.setattr(comparison, "current_stream", lambda index: None)
     transfers = SimpleNamespace(exchange=lambda load: moved.append(load.what) or "links")
     control = SimpleNamespace(gather=lambda own: [own, others])
-    compared = comparison.Comparison(control, transfers, 0)  # type: ignore[arg-type]
+    compared = comparison.Comparison(control, transfers, None)  # type: ignore[arg-type]
     balancer = Balancer(["a"])
     for what, inbound in (("first", 100), ("second", 120), ("other", 2**20)):
         load = SimpleNamespace(what=what, inbound=inbound, balancer=balancer)

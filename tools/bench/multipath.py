@@ -1,15 +1,15 @@
-"""What several links at once bring: a published table, sockets on a CPU, and the links of GPUs.
+"""What several links at once bring: a published table, threads on a CPU, and the links of GPUs.
 
 ::
 
     python -m tools.bench.multipath table
-    python -m tools.bench.multipath sockets --ranks 4
+    python -m tools.bench.multipath threads --ranks 4
     python -m tools.bench.multipath gpus [--ranks 2] [--pace 200] [--only links shares] > LINES
     python -m tools.bench.multipath gpus --same-gpu --links host > LINES
     python -m tools.bench.multipath plot LINES PICTURE
 
-``table`` needs no GPU. ``sockets`` moves bytes between processes over two connections that are
-paced 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link
+``table`` needs no GPU. ``threads`` moves bytes between processes over two links that are paced
+4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link
 and what it costs the host, all together over shares, and gathers beside NCCL's own, by its kernels
 and by copy engines; ``--pace`` makes peer copies as slow as another machine's NVLink, in GB/s.
 Every line that is printed is a JSON object.
@@ -24,6 +24,7 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -35,17 +36,16 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from examples.arguments import count
-from flashmoe_megatron import driver
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
-from flashmoe_megatron.multipath.ring import far_ahead, has_counted
+from flashmoe_megatron.multipath.queues import Queues
+from flashmoe_megatron.multipath.ring import HostRelay, far_ahead, has_counted
 from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
-from flashmoe_megatron.multipath.sockets import Pace, SocketLink
 from tools.arguments import not_negative, positive
 from tools.bench import common
 from tools.bench.correctness import relative_errors
@@ -115,12 +115,38 @@ def table(step_us: float = 0.0) -> list[dict[str, Any]]:
     return rows
 
 
-def sockets(rank: int, ranks: int, args: argparse.Namespace) -> None:
-    """Wall clock of the operations over two paced connections, beside the fast one alone."""
+class PacedRelay(HostRelay):
+    """The relay between threads, whose rank sends no more than so many bytes per second.
+
+    Args:
+        control: The ranks.
+        queues: Threads.
+        rate: Bytes per second.
+        name: The link's.
+    """
+
+    def __init__(self, control: Control, queues: Queues, rate: float, name: str) -> None:
+        self.name, self._rate = name, rate
+        self._lock, self._free_at = threading.Lock(), 0.0
+        super().__init__(control, queues)
+
+    def admit(self, stream: Any, nbytes: int) -> None:
+        """Has a queue wait until so many more bytes may have left."""
+        self.queues.run(stream, functools.partial(self._take, nbytes))
+
+    def _take(self, nbytes: int) -> None:
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._rate
+            left = self._free_at - time.monotonic()
+        time.sleep(max(0.0, left))
+
+
+def threads(rank: int, ranks: int, args: argparse.Namespace) -> None:
+    """Wall clock of the operations over two paced links of a CPU, beside the fast one alone."""
     rate = args.mbps * 1e6
     links = {
-        "fast": lambda control: SocketLink(control, "fast", pace=Pace(rate)),
-        "slow": lambda control: SocketLink(control, "slow", pace=Pace(rate / 4)),
+        name: functools.partial(PacedRelay, rate=rate / slower, name=name)
+        for name, slower in (("fast", 1), ("slow", 4))
     }
     took: dict[tuple[str, int], float] = {}
     part = torch.ones(args.mib * 2**18 // ranks, dtype=torch.int32)
@@ -131,38 +157,40 @@ def sockets(rank: int, ranks: int, args: argparse.Namespace) -> None:
         "all_reduce": lambda multipath: multipath.all_reduce(whole),
     }
     for names in (["fast"], ["fast", "slow"]):
-        with Multipath(links=[links[name] for name in names], min_bytes=1) as multipath:
+        with Multipath(
+            device=torch.device("cpu"), links=[links[name] for name in names], min_bytes=1
+        ) as multipath:
             for name, call in calls.items():
                 call(multipath)  # tries shares
                 took[name, len(names)] = _wall(functools.partial(call, multipath), 5)
     for name in calls:
         alone, both = took[name, 1], took[name, 2]
-        _say(rank, bench="sockets", ranks=ranks, operation=name, alone_s=alone, ratio=both / alone)
+        _say(rank, bench="threads", ranks=ranks, operation=name, alone_s=alone, ratio=both / alone)
 
 
 class PacedCopies(PeerCopies):
     """Peer copies that another process of this host lets go on at a rate, by the clock."""
 
-    def __init__(self, control: Control, device: torch.device, gbps: float) -> None:
-        super().__init__(control, device)
+    def __init__(self, control: Control, queues: Queues, gbps: float) -> None:
+        super().__init__(control, queues)
         self._orders = SharedMemory.create(4096 + 8 * 1024)
-        self._words = driver.register(self._orders.address, self._orders.nbytes)
+        self._words = queues.register(self._orders.address, self._orders.nbytes)
         self._count = 0
-        self._asked: dict[int, int] = {}
+        self._asked: dict[Any, int] = {}
         context = multiprocessing.get_context("spawn")
         place = self._orders.place
         self._process = context.Process(target=_keep_pace, args=(place, gbps), daemon=True)
         self._process.start()
         _wait_for_pacer(self._process, self._orders)
 
-    def admit(self, stream: int, nbytes: int) -> None:
+    def admit(self, stream: Any, nbytes: int) -> None:
         """Asks for the chunk, in the stream, and waits for leave."""
         self._orders.word(4096 + self._count % 1024 * 4).value = nbytes
         self._count += 1
         # Streams may ask out of turn, so that each of them has a word.
         word = self._asked.setdefault(stream, 64 * (2 + len(self._asked)))
-        driver.write_value(stream, self._words + word, self._count)
-        driver.wait_value(stream, self._words, self._count)
+        self.queues.write_value(stream, self._words + word, self._count)
+        self.queues.wait_value(stream, self._words, self._count)
 
     def has_arrived(self, count: int) -> bool:
         """Returns whether this rank's streams also have leave; else they wait on."""
@@ -177,7 +205,7 @@ class PacedCopies(PeerCopies):
         """Ends the process, too."""
         super().close()
         self._process.terminate()
-        driver.unregister(self._orders.address)
+        self.queues.unregister(self._orders.address)
 
 
 def _wait_for_pacer(
@@ -217,10 +245,10 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
     device = torch.device("cuda", 0 if args.same_gpu else rank)
     torch.cuda.set_device(device)
 
-    def peer(control: Control) -> PeerCopies:
-        return PacedCopies(control, device, args.pace) if args.pace else PeerCopies(control, device)
+    def paced(control: Control, queues: Queues) -> PeerCopies:
+        return PacedCopies(control, queues, args.pace)
 
-    links: list[Any] = [peer if name == "peer" else name for name in args.links]
+    links = [paced if name == "peer" and args.pace else name for name in args.links]
     open_links = functools.partial(Multipath, links=links, min_bytes=1, timeout=60, device=device)
     about = {"bench": "gpus", "gpu": torch.cuda.get_device_name(), "ranks": ranks}
     about |= {"same_gpu": args.same_gpu, "pace": args.pace}
@@ -463,7 +491,7 @@ def _rate(
 
     def move(times: int) -> None:
         for index in range(times):
-            transfers.fly("a measurement", pieces, carried, chunks, [0.0] * len(chunks))
+            transfers.fly("a measurement", pieces, carried, chunks)
             if index % 4 == 3:  # the driver spins where more is issued than it holds
                 ends.append(_marked())
                 ends[-2 if len(ends) > 1 else -1].synchronize()
@@ -588,14 +616,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["table", "sockets", "gpus", "plot"])
+    parser.add_argument("what", choices=["table", "threads", "gpus", "plot"])
     parser.add_argument("files", nargs="*", help="plot: the lines of gpus, and the picture")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--step-us", type=float, default=0.0, help="table: latency of a ring's step"
     )
-    parser.add_argument("--mbps", type=positive, default=20, help="sockets: the fast link's MB/s")
-    parser.add_argument("--mib", type=count, default=16, help="sockets: the size of the whole")
+    parser.add_argument("--mbps", type=positive, default=20, help="threads: the fast link's MB/s")
+    parser.add_argument("--mib", type=count, default=16, help="threads: the size of the whole")
     parser.add_argument("--same-gpu", action="store_true", help="gpus: all processes on the first")
     parser.add_argument("--pace", type=float, default=0.0, help="gpus: GB/s of peer copies")
     parser.add_argument("--links", nargs="+", default=LINKS, choices=LINKS)
@@ -631,7 +659,7 @@ def main(arguments: list[str]) -> int:
         here, needed = torch.cuda.device_count(), 1 if args.same_gpu else args.ranks
         if here < needed:
             raise SystemExit(f"{here} GPUs are here: wanted {needed}, or --same-gpu")
-    run = {"sockets": sockets, "gpus": gpus}[args.what]
+    run = {"threads": threads, "gpus": gpus}[args.what]
     store = os.path.join(tempfile.mkdtemp(prefix="flashmoe-multipath-"), "store")
     # Pacers are children of the ranks, which daemons cannot have.
     torch.multiprocessing.spawn(_rank, (args.ranks, store, run, args), args.ranks, daemon=False)

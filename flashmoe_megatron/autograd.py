@@ -233,7 +233,7 @@ def apply(
 def _node(
     call: LayerCall, x: torch.Tensor, probs: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    anchors = () if call.gradients.main_grads is None else (_anchor_on(x.device).leaf,)
+    anchors = () if call.gradients.main_grads is None else (_anchor().leaf,)
     out = _RoutedExperts.apply(call, x, probs, *parameters, *anchors)  # type: ignore[no-untyped-call]
     assert isinstance(out, torch.Tensor)
     return out
@@ -396,7 +396,7 @@ class _RoutedExperts(torch.autograd.Function):
             )[1]  # the output, which the backward does not need, is freed here
         elif isinstance(saved, NaNResult) and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
-        destinations = _destinations_of(ctx, weights, grad_outputs[0].device)
+        destinations = _destinations_of(ctx, weights)
         targets = destinations.targets
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
@@ -507,7 +507,7 @@ class _Destinations:
 
 
 def _destinations_of(
-    ctx: Any, weights: ExpertWeights | SplitWeights, device: torch.device
+    ctx: Any, weights: ExpertWeights | SplitWeights
 ) -> "_Destinations | _SplitDestinations":
     """Chooses where a backward writes the gradients of its weights."""
     if isinstance(weights, SplitWeights):
@@ -520,7 +520,7 @@ def _destinations_of(
         adds = [gradients.accumulate_into_main_grad and accumulates(node) for node in nodes]
         return _Destinations(ctx.owners, adds)
     # Nobody can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
-    if accumulates(_anchor_on(device).accumulator):
+    if accumulates(_anchor().accumulator):
         chosen = main_grads.begin(None)
     else:
         chosen = main_grads.begin([node for node, _ in ctx.next_functions[-num_weights - 1 : -1]])
@@ -606,9 +606,13 @@ class _Anchor(NamedTuple):
 
 
 @functools.cache
-def _anchor_on(device: torch.device) -> _Anchor:
-    """The input by which a node sees which kind of backward pass runs it."""
-    leaf = torch.zeros((), device=device, requires_grad=True)
+def _anchor() -> _Anchor:
+    """Makes the input by which a node sees which kind of backward pass runs it.
+
+    It is on the CPU: there its accumulator has no stream. On a GPU it would have that of the first
+    forward, for which the end of every backward waits, and a capture of a graph refuses to wait.
+    """
+    leaf = torch.zeros((), requires_grad=True)
     return _Anchor(leaf, accumulator_of(leaf))
 
 

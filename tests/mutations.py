@@ -975,7 +975,7 @@ MUTATIONS = (
     Mutation(
         "a pass for some parameters counts as one for all",
         "_destinations_of",
-        "accumulates(_anchor_on(device).accumulator)",
+        "accumulates(_anchor().accumulator)",
         "True",
         "tests/megatron/test_ddp_hooks.py::test_only_those_that_are_asked_for_get_a_gradient",
     ),

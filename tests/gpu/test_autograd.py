@@ -1,13 +1,15 @@
 """The layer as a model calls it, on one GPU: through autograd, hooks and profilers watching."""
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.autograd import accumulator_of, moe_apply
 from flashmoe_megatron.config import Keep
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
@@ -31,13 +33,19 @@ class Model:
     Args:
         routing: Which experts tokens choose.
         stacked: Whether there is one parameter for all experts instead of one for each.
+        row_bound: See :class:`BackendOptions`.
     """
 
     def __init__(
-        self, routing: cases.Routing = cases.with_empty_experts, *, stacked: bool = False
+        self,
+        routing: cases.Routing = cases.with_empty_experts,
+        *,
+        stacked: bool = False,
+        row_bound: float | None = None,
     ) -> None:
-        memory = GroupMemory(None, device(), BackendOptions())
-        self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0)
+        options = BackendOptions(row_bound=row_bound)
+        memory = GroupMemory(None, device(), options)
+        self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0, options=options)
         self.inputs = steps.make_inputs(CONFIG, routing, [300])
         self.want = expected(CONFIG, self.inputs)
         self.x = self.inputs.x[0].clone().requires_grad_()
@@ -159,3 +167,52 @@ def test_forward_that_keeps_nothing_is_one_kernel():
     assert len(kernels) == 1, on_gpu
     assert "layer_kernel" in kernels[0], on_gpu
     assert len(on_gpu) == 1, on_gpu
+
+
+class AllInMainGrad:
+    """Has every backward add all weights' gradients to ``main_grad``, as behind Megatron's DDP."""
+
+    gives_dummies = False
+
+    def begin(self, accumulators: Sequence[Any] | None) -> None:
+        assert accumulators is None, "the pass runs all accumulators"
+
+    def is_due(self) -> bool:
+        return False
+
+
+def test_a_graph_is_captured_after_steps_on_another_stream() -> None:
+    """As with Megatron's graphs of whole iterations, whose first iterations run without a graph."""
+    model = Model(row_bound=4.0)
+    weights = [*model.fc1, *model.fc2]
+    capturing = torch.cuda.Stream()
+    with torch.cuda.stream(capturing):
+        accumulators = [accumulator_of(weight) for weight in weights]  # as DDP does
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+    def step() -> torch.Tensor:
+        model.x.grad = model.probs.grad = None
+        out = moe_apply(
+            model.backend,
+            model.x,
+            model.probs,
+            model.inputs.routing_map[0],
+            ExpertWeights(tuple(model.fc1), tuple(model.fc2)),
+            main_grads=AllInMainGrad(),
+        )
+        out.backward(model.inputs.grad_out[0])
+        return out
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=capturing):
+        out = step()
+    for weight in weights:
+        weight.main_grad.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    model.check(out, [w.main_grad for w in model.fc1], [w.main_grad for w in model.fc2])
+    del accumulators

@@ -28,11 +28,6 @@ def event(begin: int, duration: int, device: Any = CUDA, *, is_note: bool = Fals
     )
 
 
-def test_time_in_which_several_work_counts_once() -> None:
-    assert watched.covered([]) == 0
-    assert watched.covered([(5, 9), (0, 4), (2, 6), (20, 21), (7, 8)]) == 10
-
-
 def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches an iteration, and one before the first; the last iterations are recorded."""
     clock, calls = [0.0], []

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.megatron.watched import RECORDED
 from tools.bench.bench_training.logs import read_log
+from tools.bench.cards.models import RECORDED
 
 ITERATIONS = 20
 WARM = 7

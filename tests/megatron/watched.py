@@ -18,11 +18,8 @@ import torch
 
 from flashmoe_megatron import run
 from flashmoe_megatron.adapters.patch import patch, when_imported
-
-RECORDED = 3
-"""The last iterations, whose activities are recorded."""
-LISTED = 12
-"""Names of activities that are listed, those for which the GPU waits longest."""
+from tools.bench.cards.models import RECORDED
+from tools.bench.cards.watched import activities_of
 
 
 class Watch:
@@ -72,44 +69,12 @@ class Watch:
 
     def write(self, events: Iterable[Any]) -> None:
         """Writes what has been seen, all in milliseconds."""
-        on_gpu = [
-            (each.start_ns(), each.start_ns() + each.duration_ns(), each.name())
-            for each in events
-            if each.device_type() == torch.autograd.DeviceType.CUDA
-            and not each.is_user_annotation()
-        ]
-        spans = [(begin, end) for begin, end, _ in on_gpu]
-        idle = sorted(idle_before(on_gpu).items(), key=lambda item: -item[1])
         seen = {
             "batch_ms": [round(ms, 3) for ms in self.batch_ms],
-            "busy_ms": round(covered(spans) / 1e6 / RECORDED, 3),
-            "idle_before_ms": {
-                name[:100]: round(ns / 1e6 / RECORDED, 3) for name, ns in idle[:LISTED]
-            },
-            "kernels": len(spans) // RECORDED,
+            **activities_of(events),
             "most_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
         self.out.write_text(json.dumps(seen))
-
-
-def idle_before(activities: Iterable[tuple[int, int, str]]) -> dict[str, int]:
-    """How long nothing works until an activity begins, summed by the names of those that begin."""
-    idle: dict[str, int] = {}
-    until = None
-    for begin, end, name in sorted(activities):
-        if until is not None and begin > until:
-            idle[name] = idle.get(name, 0) + begin - until
-        until = max(until or end, end)
-    return idle
-
-
-def covered(spans: Iterable[tuple[int, int]]) -> int:
-    """How long at least one of several spans of time lasts."""
-    total, until = 0, 0
-    for begin, end in sorted(spans):
-        total += max(0, end - max(begin, until))
-        until = max(until, end)
-    return total
 
 
 def main(arguments: list[str]) -> None:

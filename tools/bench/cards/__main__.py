@@ -1,0 +1,133 @@
+"""The command line; see the package."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.bench import cards, common
+from tools.bench.cards.arms import Arm, arms_of
+from tools.bench.cards.card import card_of
+from tools.bench.cards.models import MODELS, Model
+from tools.bench.cards.page import markdown
+from tools.bench.cards.records import (
+    all_todo,
+    folder_of,
+    is_done,
+    read_records,
+    tries,
+    write_record,
+)
+from tools.bench.cards.training import command_of, train
+
+ENDING_S = 25.0
+"""Left of the time when an arm's limit is over, for ending it and writing what came of it."""
+LEAST_S = 45.0
+"""An arm is not begun if less is left: it would not come behind its first iterations."""
+ARM_S = 150.0
+"""An arm is ended after that, so that one that hangs leaves time for others."""
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.cards",
+        description=cards.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run arms until the time is over")
+    pages = commands.add_parser("pages", help="print the cards of what has been run")
+    for each in (run, pages):
+        each.add_argument("--out", type=Path, default=Path("runs/cards"))
+        each.add_argument("--models", nargs="+", choices=[model.name for model in MODELS])
+        each.add_argument("--gpus", type=int, default=1)
+    run.add_argument("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
+    run.add_argument("--minutes", type=float, default=9.0, help="for all arms together")
+    run.add_argument("--arm-seconds", type=float, default=ARM_S, help="for one arm at most")
+    run.add_argument("--arms", nargs="+", help="names; default: all that have no result")
+    run.add_argument("--commit", help="what is measured, where the checkout has no git")
+    run.add_argument("--list", action="store_true", help="print the commands, run none")
+    options = parser.parse_args(arguments)
+    models = [each for each in MODELS if not options.models or each.name in options.models]
+    if options.command == "pages":
+        for model in models:
+            records = read_records(folder_of(options.out, model, options.gpus))
+            print(markdown(card_of(model, records, options.gpus)))
+        return 0
+    script = options.megatron / "pretrain_gpt.py"
+    if options.list:
+        for model in models:
+            for arm in arms_of(model):
+                seen = folder_of(options.out, model, options.gpus) / f"{arm.name}.seen"
+                print(" ".join(command_of(model, arm, script, seen, options.gpus)))
+        return 0
+    if not script.is_file():
+        print(f"error: {script} is no file, wanted Megatron-LM's script", file=sys.stderr)
+        return 2
+    if not common.has_gpu():
+        return 2
+    return run_all(options, models, script)
+
+
+def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> int:
+    """Runs arms while there is time; the exit status is 1 if any failed."""
+    end = time.monotonic() + 60 * options.minutes
+    named = options.megatron / "COMMIT"
+    megatron = named.read_text().strip() if named.is_file() else "unknown"
+    failed = False
+    for model, arm in list(all_todo(options.out, models, options.gpus)):
+        if options.arms and arm.name not in options.arms:
+            continue
+        limit_s = min(options.arm_seconds, end - time.monotonic() - ENDING_S)
+        if limit_s < LEAST_S:
+            print(f"{model.name} {arm.name}: no time is left", flush=True)
+            break
+        record = run_one(options, model, arm, script, limit_s=limit_s, megatron=megatron)
+        failed |= not is_done(record)
+    return int(failed)
+
+
+def run_one(
+    options: argparse.Namespace,
+    model: Model,
+    arm: Arm,
+    script: Path,
+    *,
+    limit_s: float,
+    megatron: str,
+) -> dict[str, Any]:
+    """Runs an arm, and writes its record, which it returns."""
+    folder = folder_of(options.out, model, options.gpus)
+    before = read_records(folder).get(arm.name)
+    said = command_of(model, arm, Path("pretrain_gpt.py"), Path("seen.json"), options.gpus)
+    result = train(model, arm, script, folder, gpus=options.gpus, limit_s=limit_s)
+    record = {
+        **result,
+        "tries": tries(before) + 1,
+        "megatron": megatron,
+        "command": " ".join(["python", *said[1:]]),
+        "variables": arm.variables,
+        **common.machine(options.commit),
+    }
+    write_record(folder, arm, record)
+    ms = record["iteration_ms"][-1] if record["iteration_ms"] else float("nan")
+    print(
+        f"{model.name} {arm.name}: {record['ended']} in {record['seconds']} s, "
+        f"{len(record['losses'])} iterations, last {ms:.0f} ms",
+        flush=True,
+    )
+    if not is_done(record):
+        log = (folder / f"{arm.name}.log").read_text()
+        print("\n".join(end_of(log)), flush=True)
+    return record
+
+
+def end_of(log: str, num_lines: int = 15) -> list[str]:
+    """The last lines of a log, behind the first ones that name an error."""
+    lines = [line[:400] for line in log.splitlines()]
+    return [*[line for line in lines if "Error" in line][:4], "...", *lines[-num_lines:]]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

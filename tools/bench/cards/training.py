@@ -1,0 +1,138 @@
+"""Runs one arm of a card in a process of its own, and records what came of it."""
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tools.bench.bench_training.logs import read_log
+from tools.bench.cards import watched
+from tools.bench.cards.arms import Arm
+from tools.bench.cards.models import COUNTED, ITERATIONS, Model
+from tools.gpu_check import run_bounded, torchrun
+
+KEPT = 4_000_000
+"""Characters of a run's output that its log has."""
+BOUND = re.compile(
+    r"rank (\d+) was to receive (\d+) blocks of 128 rows, but its buffers hold (\d+)"
+)
+SAMPLES = ("timestamp", "clocks.sm", "power.draw")
+
+
+def command_of(model: Model, arm: Arm, script: Path, seen: Path, gpus: int) -> list[str]:
+    """What starts an arm, with a file for what :mod:`.watched` sees."""
+    watch = ["-m", watched.__name__, str(seen), str(script)]
+    return [*torchrun(gpus), *watch, *model.arguments(gpus), *arm.flags(model)]
+
+
+def train(
+    model: Model, arm: Arm, script: Path, folder: Path, *, gpus: int, limit_s: float
+) -> dict[str, Any]:
+    """Trains an arm; what its log and its watch say, and how it ended.
+
+    Args:
+        model: What is trained.
+        arm: How.
+        script: ``pretrain_gpt.py``.
+        folder: Takes the log, and for a while what is seen.
+        gpus: GPUs of this host.
+        limit_s: Seconds after which the process is ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log, seen = folder / f"{arm.name}.log", folder / f"{arm.name}.seen"
+    seen.unlink(missing_ok=True)
+    variables = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4", **arm.variables}
+    command = command_of(model, arm, script.resolve(), seen.resolve(), gpus)
+    begin = time.monotonic()
+    with _samples(folder / f"{arm.name}.clocks") as samples:
+        status, output = run_bounded(command, limit_s, tail=KEPT, variables=variables)
+    log.write_text(output)
+    result = {
+        "seconds": round(time.monotonic() - begin, 1),
+        **outcome_of(output, status, read_log(log)),
+        **clocks_of(samples.read_text() if samples.exists() else "", output),
+    }
+    if seen.is_file():
+        result |= json.loads(seen.read_text())
+    seen.unlink(missing_ok=True)
+    samples.unlink(missing_ok=True)
+    return result
+
+
+def outcome_of(output: str, status: int | None, iterations: dict[int, Any]) -> dict[str, Any]:
+    """How a run ended, with losses and times of its iterations.
+
+    ``ended`` is "complete" behind all iterations that count, whatever came then; "bound" where a
+    rank was to get more rows than its buffers hold, "unfused" where attention is, "time" where the
+    limit ended it, and else "failed".
+    """
+    within = [iterations[i] for i in sorted(iterations) if i <= ITERATIONS]
+    result: dict[str, Any] = {
+        "status": status,
+        "losses": [each.loss for each in within],
+        "iteration_ms": [each.ms for each in within],
+    }
+    bound = BOUND.search(output)
+    if len(within) == ITERATIONS:
+        result["ended"] = "complete"
+    elif bound is not None:
+        result |= {"ended": "bound", "row_blocks": int(bound[2]), "room": int(bound[3])}
+    elif f"exitcode: {watched.UNFUSED_STATUS}" in " ".join(output.split()) or (
+        "wanted fused attention" in output
+    ):
+        result["ended"] = "unfused"
+    else:
+        result["ended"] = "time" if status is None else "failed"
+    return result
+
+
+ITERATION_AT = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+)\] +iteration +(\d+)/")
+
+
+def clocks_of(samples: str, output: str) -> dict[str, list[float]]:
+    """Clock and power of a GPU while the iterations that count ran, least and most.
+
+    Args:
+        samples: Lines of ``nvidia-smi``: time, MHz, watts.
+        output: The run's, whose iterations say when they ended.
+    """
+    ends = {int(number): at.replace("-", "/") for at, number in ITERATION_AT.findall(output)}
+    begin, end = ends.get(ITERATIONS - COUNTED), ends.get(ITERATIONS)
+    if begin is None or end is None:
+        return {}
+    found = []
+    for line in samples.splitlines():
+        at, *numbers = (part.strip() for part in line.split(","))
+        if begin <= at <= end and len(numbers) == len(SAMPLES) - 1:
+            found.append([float(number) for number in numbers])
+    if not found:
+        return {}
+    mhz, watts = zip(*found, strict=True)
+    return {"sm_mhz": [min(mhz), max(mhz)], "watts": [min(watts), max(watts)]}
+
+
+@contextmanager
+def _samples(path: Path) -> Iterator[Path]:
+    """Has the first GPU's clock and power written five times a second, where that can be."""
+    query = [f"--query-gpu={','.join(SAMPLES)}", "--format=csv,noheader,nounits"]
+    with path.open("w") as file:
+        try:
+            process = subprocess.Popen(
+                ["nvidia-smi", "--id=0", *query, "-lms", "200"],
+                stdout=file,
+                stderr=subprocess.DEVNULL,
+                env=dict(os.environ, LD_PRELOAD=""),
+            )
+        except OSError:
+            process = None
+        try:
+            yield path
+        finally:
+            if process is not None:
+                process.terminate()
+                process.wait(10)

@@ -1,0 +1,189 @@
+"""Runs Megatron's stock script with flashmoe installed, and sees what its GPU does.
+
+    torchrun --nproc-per-node 1 -m tools.bench.cards.watched seen.json pretrain_gpt.py ...
+
+Writes what a log does not tell: which attention Transformer Engine has chosen, the FLOPs of an
+iteration by Megatron's formula, the most memory, the most blocks of rows that a launch has had
+buffers for, and how long the GPU was busy in the last iterations. CUDA's activities are recorded in
+these alone; the iterations before are as they are without this module. A run whose attention is
+unfused ends after its first iteration.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from flashmoe_megatron import run
+from flashmoe_megatron.adapters.patch import patch, when_imported
+from tools.bench.cards.models import RECORDED
+
+LISTED = 12
+"""Names of activities that are listed, those for which the GPU waits longest."""
+ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+UNFUSED_STATUS = 3
+"""The exit status of a run whose attention is unfused."""
+
+
+class Watch:
+    """What happens in a training, written as soon as it is known.
+
+    Args:
+        out: The file.
+        iterations: Iterations of the training.
+    """
+
+    def __init__(self, out: Path, iterations: int) -> None:
+        self.out, self.iterations = out, iterations
+        self.iteration = 0
+        self.seen: dict[str, Any] = {"attention": [], "row_blocks": 0}
+        self.profiler: Any = None
+
+    def chosen_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes every answer of Transformer Engine, which asks once for each kind of layer."""
+
+        def get_attention_backend(*args: Any, **kwargs: Any) -> Any:
+            answer = original(*args, **kwargs)
+            name = name_of_attention(answer)
+            if name not in self.seen["attention"]:
+                self.seen["attention"].append(name)
+            return answer
+
+        return get_attention_backend
+
+    def buffers(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes the most blocks of rows that a training launch has had buffers for."""
+
+        def make_buffers(backend: Any, num_row_blocks: int, *args: Any, **kwargs: Any) -> Any:
+            self.seen["row_blocks"] = max(self.seen["row_blocks"], num_row_blocks)
+            return original(backend, num_row_blocks, *args, **kwargs)
+
+        return make_buffers
+
+    def watch_launches(self, backend: ModuleType) -> None:
+        """Has the module of the kernel's backend tell of its buffers."""
+        patch(backend.KernelBackend, "_make_buffers", self.buffers)
+
+    def train_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Counts iterations, looks at the first, and records the last ones."""
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            self.iteration += 1
+            if self.iteration == self.iterations - RECORDED + 1:
+                torch.cuda.synchronize()
+                # CUDA's activities cost memory themselves.
+                self.seen["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+                self.seen["flops"] = flops_of_an_iteration()
+                self.write()
+                activities = [torch.profiler.ProfilerActivity.CUDA]
+                self.profiler = torch.profiler.profile(activities=activities)
+                self.profiler.start()
+            result = original(*args, **kwargs)
+            if self.iteration == 1:
+                self.write()
+                self.refuse_unfused()
+            if self.iteration == self.iterations:
+                torch.cuda.synchronize()
+                self.profiler.stop()
+                self.seen |= activities_of(self.profiler.profiler.kineto_results.events())
+                self.write()
+            return result
+
+        return train_step
+
+    def refuse_unfused(self) -> None:
+        """Ends a run that would be measured with another attention than users have.
+
+        Raises:
+            SystemExit: Transformer Engine has said that attention is unfused, or nothing.
+        """
+        if is_fused(self.seen["attention"]):
+            return
+        got = ", ".join(self.seen["attention"]) or "no attention of Transformer Engine's"
+        print(f"error: got {got}, wanted fused attention in all layers", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(UNFUSED_STATUS)  # Megatron's handlers would go on
+
+    def write(self) -> None:
+        """Writes what is known, on the first rank."""
+        if int(os.environ.get("RANK", "0")) == 0:
+            self.out.write_text(json.dumps(self.seen))
+
+
+def name_of_attention(answer: tuple[Any, ...]) -> str:
+    """The name of what Transformer Engine's choice of attention says."""
+    is_flash, _, is_cudnn, _, is_unfused, *_ = answer
+    names = {"flash": is_flash, "cudnn": is_cudnn, "unfused": is_unfused}
+    # That is its own order of preference, where several are true.
+    return next((name for name, is_chosen in names.items() if is_chosen), "none")
+
+
+def is_fused(attention: Iterable[str]) -> bool:
+    """Whether Transformer Engine has chosen attention, and fused one in every layer."""
+    chosen = set(attention)
+    return bool(chosen) and chosen <= {"flash", "cudnn"}
+
+
+def flops_of_an_iteration() -> float:
+    """FLOPs of all GPUs by Megatron's formula, with which it logs its throughput."""
+    from megatron.training import get_args
+    from megatron.training.training import num_floating_point_operations
+
+    args = get_args()
+    return float(num_floating_point_operations(args, args.global_batch_size))
+
+
+def activities_of(events: Iterable[Any]) -> dict[str, Any]:
+    """What the GPU did in an iteration, and what it waited for, in milliseconds."""
+    on_gpu = [
+        (each.start_ns(), each.start_ns() + each.duration_ns(), each.name())
+        for each in events
+        if each.device_type() == torch.autograd.DeviceType.CUDA and not each.is_user_annotation()
+    ]
+    spans = [(begin, end) for begin, end, _ in on_gpu]
+    idle = sorted(idle_before(on_gpu).items(), key=lambda item: -item[1])
+    return {
+        "busy_ms": round(covered(spans) / 1e6 / RECORDED, 3),
+        "idle_before_ms": {name[:100]: round(ns / 1e6 / RECORDED, 3) for name, ns in idle[:LISTED]},
+        "kernels": len(spans) // RECORDED,
+    }
+
+
+def idle_before(activities: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+    """How long nothing works until an activity begins, summed by the names of those that begin."""
+    idle: dict[str, int] = {}
+    until = None
+    for begin, end, name in sorted(activities):
+        if until is not None and begin > until:
+            idle[name] = idle.get(name, 0) + begin - until
+        until = max(until or end, end)
+    return idle
+
+
+def covered(spans: Iterable[tuple[int, int]]) -> int:
+    """How long at least one of several spans of time lasts."""
+    total, until = 0, 0
+    for begin, end in sorted(spans):
+        total += max(0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def main(arguments: list[str]) -> None:
+    """Runs ``arguments[1]``, whose ``--train-iters`` says when it ends; see the module."""
+    iterations = int(arguments[arguments.index("--train-iters") + 1])
+    watch = Watch(Path(arguments[0]), iterations)
+
+    when_imported("flashmoe_megatron.kernel.backend", watch.watch_launches)
+    when_imported(ATTENTION, lambda m: patch(m, "get_attention_backend", watch.chosen_attention))
+    when_imported("megatron.training.training", lambda m: patch(m, "train_step", watch.train_step))
+    run.main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,7 +2,7 @@
 
     python tools/machine_code.py
 
-prints three things for every kernel, and exits with status 1 if there are any, and with 2 if the
+prints four things for every kernel, and exits with status 1 if there are any, and with 2 if the
 library cannot be built or read.
 
 *Moves to uniform registers* between the products of a stage. wgmma takes its operands' descriptors
@@ -18,6 +18,11 @@ since. Where that is false, what follows may be read as it was before
 *Early arrivals*. A warp loads from shared memory and then arrives at another CTA's barrier. The
 arrival may be seen before the load is done, unless it depends on the loaded value. Then another
 value is written to the place, and the load finds that (tools/bench/results/2026-11-h200-2x.md).
+
+*Missing fences*. Where a tile's rows are read in place, threads copy them to shared memory, and
+wgmma reads that by the asynchronous proxy. The main loop for such tiles needs a
+``fence.proxy.async`` between the wait for a stage and its products; the others, for what TMA has
+copied, need none.
 """
 
 import argparse
@@ -38,6 +43,7 @@ REGISTER = re.compile(r"\bU?[RP]\d+\b")
 PRODUCT, MOVE, NOTHING, INVALIDATION = "HGMMA", "R2UR", "NOP", "CCTL.IVALL"
 # The first loads from shared memory, the second arrives at a barrier of any CTA.
 LOAD, ARRIVAL = "LDS", "SYNCS.ARRIVE.TRANS64.RED.A1T0"
+WAIT, FENCE = "SYNCS.PHASECHK", "FENCE.VIEW.ASYNC"
 
 
 class Instruction(NamedTuple):
@@ -124,6 +130,30 @@ def moves_in_loops(kernels: Kernels) -> dict[str, list[int]]:
     return found
 
 
+def fenced_loops(kernels: Kernels) -> dict[str, list[bool]]:
+    """Tells which main loops have a fence between the wait for a stage and its products.
+
+    Args:
+        kernels: What :func:`instructions` gives.
+
+    Returns:
+        By the mangled name of each kernel that has products: a value for each place where a stage
+        is multiplied.
+    """
+    found: dict[str, list[bool]] = {}
+    for kernel, code in kernels.items():
+        has_waited = is_fenced = False
+        for _, operation, _ in code:
+            if operation.startswith(WAIT):
+                has_waited, is_fenced = True, False
+            elif operation.startswith(FENCE):
+                is_fenced = True
+            elif operation.startswith(PRODUCT) and has_waited:
+                found.setdefault(kernel, []).append(is_fenced)
+                has_waited = False
+    return found
+
+
 def lost_acquires(kernels: Kernels) -> dict[str, int]:
     """Counts invalidations of the L1 whose load is gone, by the kernels' names."""
     return _count(kernels, _is_lost)
@@ -181,14 +211,20 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     moves, acquires = moves_in_loops(kernels), lost_acquires(kernels)
-    arrivals = early_arrivals(kernels)
+    arrivals, fences = early_arrivals(kernels), fenced_loops(kernels)
     names = map(resource_table.short_name, resource_table.demangled(list(acquires)))
     for name, kernel in sorted(zip(names, acquires, strict=True)):
         print(
             f"{name}: {acquires[kernel]} acquires lost; {arrivals[kernel]} arrivals early; "
+            f"{sum(fences.get(kernel, []))} main loops with fences; "
             f"moves in main loops: {', '.join(map(str, moves.get(kernel, []))) or 'no main loop'}"
         )
-    bad = [*acquires.values(), *arrivals.values(), *map(sum, moves.values())]
+    bad = [
+        *acquires.values(),
+        *arrivals.values(),
+        *(not any(of_kernel) for of_kernel in fences.values()),
+        *map(sum, moves.values()),
+    ]
     return int(any(bad))
 
 

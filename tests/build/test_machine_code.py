@@ -1,5 +1,5 @@
-"""In every kernel that is shipped main loops are uniform, no acquire has lost its load, and no
-arrival overtakes one."""
+"""In every kernel that is shipped main loops are uniform and fence what threads have copied, no
+acquire has lost its load, and no arrival overtakes one."""
 
 import pytest
 
@@ -69,6 +69,27 @@ def test_counts_arrivals_that_do_not_depend_on_the_load_before_them() -> None:
     assert found == {"_Z5firstv": 1, "_Z6secondv": 0, "_Z5thirdv": 1, "_Z6fourthv": 1}
 
 
+def test_tells_which_stages_have_a_fence_before_their_products() -> None:
+    products = (
+        "        /*0090*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR16], R24 ;\n"
+    )
+    wait = "        /*0010*/                   SYNCS.PHASECHK.TRANS64 P0, [R2+URZ], R3 ;\n"
+    fence = "        /*0020*/                   FENCE.VIEW.ASYNC.S ;\n"
+    apart = "        /*0100*/                   MOV R4, R4 ;\n" * 120
+    listing = "".join(
+        [
+            "        Function : _Z5firstv\n",
+            *(wait, fence, products, products, apart),
+            *(wait, products, products),
+            "        Function : _Z6secondv\n",
+            *(fence, wait, products, apart),  # before the wait it orders nothing
+            *(wait, fence, products),
+        ]
+    )
+    found = machine_code.fenced_loops(machine_code.instructions(listing))
+    assert found == {"_Z5firstv": [True, False], "_Z6secondv": [False, True]}
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> machine_code.Kernels:
     """The kernels of the library that is shipped."""
@@ -90,6 +111,15 @@ def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
     for code in layers.values():
         assert sum(one.operation == machine_code.ARRIVAL for one in code) >= 5
     assert not any(machine_code.early_arrivals(layers).values())
+
+
+@pytest.mark.timeout(900)
+def test_main_loops_fence_what_threads_have_copied(kernels: machine_code.Kernels) -> None:
+    found = machine_code.fenced_loops(kernels)
+    forwards = [sorted(loops) for name, loops in found.items() if "ForwardPass" in name]
+    backwards = [sorted(loops) for name, loops in found.items() if "BackwardPass" in name]
+    assert forwards == [[False, True]] * (2 * 8)  # TMA's rows, and those that are read in place
+    assert backwards == [[False, False, True]] * (2 * 8)  # and the weights' gradients
 
 
 @pytest.mark.timeout(900)

@@ -13,18 +13,19 @@ from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
 
-NARROW, WIDE, WIDEST = 192, 320, 1088
-"""FFN widths of two tiles of fc1, of more, and of more than rows are read in place for."""
+NARROW, WIDE, WIDEST = 512, 640, 1088
+"""FFN widths of four tiles of a gated fc1, of five, and of more than rows are read in place for."""
 
 
+@pytest.mark.parametrize("intermediate", [192, NARROW, WIDE])
 @pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_gathered_rows_give_the_same_bits(
-    dtype: torch.dtype, transposed: bool, gated: bool, case: str
+    dtype: torch.dtype, transposed: bool, gated: bool, case: str, intermediate: int
 ):
-    config = make_config(1, gated=gated, activation=Activation.SILU)
+    config = make_config(1, gated=gated, activation=Activation.SILU, intermediate=intermediate)
     inputs = steps.make_inputs(config, getattr(cases, case), TOKENS[1], dtype=dtype)
     weights = steps.weights_of(config, inputs, transposed=transposed)
     layer = VirtualLayer(config)

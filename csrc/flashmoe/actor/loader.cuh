@@ -136,8 +136,12 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
         take, announce);
 }
 
-// Streams one tile's stages: `load_b` has TMA load B while `gather` copies A. A stage is given to
-// the processors when the next one is on its way. Scope: one warp.
+// Streams one tile's stages: TMA loads B, and this warp's threads copy A. The stage's barrier
+// tracks both, so that the warp waits for neither. In PTX's words: the copies of a lane happen
+// before the arrive-on that `cp.async.mbarrier.arrive` makes; a processor's wait on the phase
+// synchronizes with all arrivals; the processor's `fence.proxy.async` orders what the generic proxy
+// wrote before the reads of wgmma; its arrival at `empty` follows those reads, and this warp waits
+// for that before TMA or a copy writes the same room again. Scope: one warp.
 template <class Ring, class LoadB, class Gather, class Take, class Announce>
 __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
                                                      const Ring& ring,
@@ -153,17 +157,6 @@ __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
             __syncwarp();
         };
     };
-    // Gives the oldest stage that has not been given, once at most `pending` others are on their
-    // way. Products read shared memory as TMA does, but threads write these copies, hence the
-    // fence.
-    auto given = cursor;
-    const auto give = [&](auto pending) {
-        ptx::await_copies<pending>();
-        ptx::fence_proxy_async_shared();
-        __syncwarp();
-        if (cute::elect_one_sync()) ring.full[given.index()].arrive();
-        given.advance();
-    };
     load_stages<Ring::kNumStages>(
         num_k_blocks,
         [&](int k) {
@@ -178,12 +171,16 @@ __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
             }
             __syncwarp();
             gather(stage, k);
-            ptx::commit_copies();
-            if (k > 0) give(std::integral_constant<int, 1>{});
+            ptx::delay_point();
+            ptx::arrive_with_copies(uint32_t(__cvta_generic_to_shared(&full)));
+            __syncwarp();
+            // The arrival that the barrier counts on comes last: no phase ends before all lanes
+            // have added theirs.
+            if (cute::elect_one_sync()) full.arrive();
+            __syncwarp();
             cursor.advance();
         },
         by_one(take), by_one(announce));
-    give(std::integral_constant<int, 0>{});
 }
 
 // The first weight row (K-major) or column (MN-major) of each box of B.
@@ -326,12 +323,11 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             if (tile.gemm == 0 and reads_in_place(args)) {
                 const bool is_copied = __any_sync(~0u, is_there);
                 if (tile.pair == Pair::kAlongN ? tile.is_in_place : not is_copied) {
-                    const GatheredTokens tokens(args.plan, tile.m * BLOCK_M);
+                    const GatheredRows rows(args.plan, tile.m * BLOCK_M, args.shape.row_bytes());
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
                         [&](auto& stage, int k) {
-                            gather_box(tokens, args.x, args.shape.row_bytes(), k * BLOCK_K,
-                                       stage.a[0]);
+                            gather_box(rows, args.x, k * BLOCK_K, stage.a[0]);
                         },
                         take, announce);
                     return;

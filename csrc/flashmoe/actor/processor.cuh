@@ -67,7 +67,13 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         const int num_k_blocks = args.num_k_blocks[tile.gemm];
         // Rows that are all pads are zeros: one stage of them gives what all stages would give.
         const int num_multiplied = warpgroup < tile.num_halves ? num_k_blocks : 1;
-        Main::run(accumulator, ring, cursor, num_multiplied, warpgroup, waited, args.watchdog);
+        if (tile.gemm == 0 and reads_in_place(args)) {
+            Main::template run<true>(accumulator, ring, cursor, num_multiplied, warpgroup, waited,
+                                     args.watchdog);
+        } else {
+            Main::template run<false>(accumulator, ring, cursor, num_multiplied, warpgroup, waited,
+                                      args.watchdog);
+        }
         Main::skip(ring, cursor, num_k_blocks - num_multiplied, warpgroup, waited, args.watchdog);
         args.watchdog.trace.add(event_of(Span::kGemm0, tile.gemm), tile.m, begin);
         // A single block's last pair may reach past N: its second tile is not needed.
@@ -92,8 +98,8 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 store_no_weight_grad(args, grad);
                 continue;
             }
-            Mainloop<T, Major::MN, Major::MN>::run(accumulator, ring, cursor, num_k_blocks,
-                                                   warpgroup, waited, args.watchdog);
+            Mainloop<T, Major::MN, Major::MN>::template run<false>(
+                accumulator, ring, cursor, num_k_blocks, warpgroup, waited, args.watchdog);
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
             if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
                 // Ends copies of a spare slot's tile before: its finisher relies on it.

@@ -11,43 +11,54 @@ namespace flashmoe {
 // A warp copies four rows of 128 bytes at a time: this lane the chunk `lane % 8` of row `lane / 8`.
 constexpr int kGatherRows = 4;
 
-// The tokens of a tile's rows: a lane knows every 32nd.
-class GatheredTokens {
+// The rows of a tile that a lane copies from: the place of its chunk in each, counted in chunks of
+// 16 bytes from the first token's first column. They stay in registers, so that a stage costs an
+// addition and a copy for each row.
+class GatheredRows {
  public:
     static constexpr int kCount = BLOCK_M / kGatherRows;  // rows that a lane copies of
 
-    __device__ __forceinline__ GatheredTokens(const Plan& plan, int first_row) {
-        const RowMeta* meta = plan.row_meta + first_row + int(threadIdx.x % 32);
+    __device__ __forceinline__ GatheredRows(const Plan& plan, int first_row, int row_bytes) {
+        const int lane = threadIdx.x % 32;
+        const RowMeta* meta = plan.row_meta + first_row + lane;
+        int token[BLOCK_M / 32];
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 32; ++i) token_[i] = meta[i * 32].token;
+        for (int i = 0; i < BLOCK_M / 32; ++i) token[i] = meta[i * 32].token;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int row = i * kGatherRows;
+            const int of_row = __shfl_sync(~0u, token[row / 32], row % 32 + lane / 8);
+            are_tokens_ |= uint32_t(of_row >= 0) << i;
+            chunk_[i] = uint32_t(max(of_row, 0)) * uint32_t(row_bytes / 16) + uint32_t(lane % 8);
+        }
     }
-    // The token of the ith row that this lane copies of; below 0 for a pad row.
-    __device__ __forceinline__ int operator[](int i) const {
-        const int row = i * kGatherRows;
-        return __shfl_sync(~0u, token_[row / 32], row % 32 + int(threadIdx.x % 32) / 8);
-    }
+    __device__ __forceinline__ uint32_t chunk(int i) const { return chunk_[i]; }
+    // A bit for each row that has a token; the others are pads.
+    __device__ __forceinline__ uint32_t are_tokens() const { return are_tokens_; }
 
  private:
-    int token_[BLOCK_M / 32];
+    uint32_t chunk_[kCount];
+    uint32_t are_tokens_ = 0;
 };
+static_assert(GatheredRows::kCount <= 32);
 
 // Copies 64 columns of each row into a box, as TMA's 128-byte swizzle has them; zeros for pad rows.
-__device__ __forceinline__ void gather_box(const GatheredTokens& tokens,
+__device__ __forceinline__ void gather_box(const GatheredRows& rows,
                                            const char* x,
-                                           int row_bytes,
                                            int column,
                                            uint8_t (&box)[kBoxBytes]) {
     constexpr int kBoxRowBytes = BLOCK_K * kElementBytes;
     const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
-    const char* from = x + column * kElementBytes + chunk * 16;
+    const auto* from = reinterpret_cast<const uint4*>(x + column * kElementBytes);
+    uint32_t are_tokens = rows.are_tokens();
+    asm volatile("" : "+r"(are_tokens));  // else each of its bits takes a register of its own
     const uint32_t to = uint32_t(__cvta_generic_to_shared(box)) + row * kBoxRowBytes;
     // Row r has its chunk c at c ^ (r % 8); of a lane's rows every other one is 4 modulo 8 away.
     const uint32_t even = to + (chunk ^ row) * 16, odd = to + (chunk ^ row ^ kGatherRows) * 16;
 #pragma unroll
-    for (int i = 0; i < GatheredTokens::kCount; ++i) {
-        const int token = tokens[i];
+    for (int i = 0; i < GatheredRows::kCount; ++i) {
         ptx::copy_16_async((i % 2 == 0 ? even : odd) + i * kGatherRows * kBoxRowBytes,
-                           from + int64_t(max(token, 0)) * row_bytes, token >= 0);
+                           from + rows.chunk(i), are_tokens >> i & 1);
     }
 }
 

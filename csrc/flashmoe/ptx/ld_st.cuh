@@ -97,15 +97,11 @@ __device__ __forceinline__ void copy_16_async(uint32_t smem_address, const void*
                  : "memory");
 }
 
-// Makes a group of this thread's copies since the last one.
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most the last kPending groups of this thread are not there yet.
-template <int kPending>
-__device__ __forceinline__ void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+// Has a barrier's phase wait for this thread's copies so far: the phase counts one arrival more,
+// which the last of these copies makes. No thread waits. The phase must not end before this call.
+__device__ __forceinline__ void arrive_with_copies(uint32_t barrier_address) {
+    asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(barrier_address)
+                 : "memory");
 }
 
 // Lets this CTA's copies that follow a barrier see a TMA descriptor in global memory as it is now,

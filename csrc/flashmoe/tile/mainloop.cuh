@@ -50,8 +50,9 @@ struct Mainloop {
         Mma{}, cute::Shape<cute::Int<64>, cute::Int<BLOCK_N>>{}));
 
     // Multiplies stages and releases each, to both CTAs that may fill it, once its products are
-    // done. Scope: all 128 threads of one warpgroup.
-    template <class Ring>
+    // done. If threads may have copied A, and not only TMA, each stage has a fence before products
+    // read it. Scope: all 128 threads of one warpgroup.
+    template <bool kIsCopied, class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                const Ring& ring,
                                                RingCursor<Ring::kNumStages>& cursor,
@@ -66,6 +67,7 @@ struct Mainloop {
         auto thread_mma = mma.get_slice(thread);
         for (int k_block = 0; k_block < num_k_blocks; ++k_block) {
             await_stage(watchdog, ring.full[cursor.index()], cursor.parity(), waited);
+            if constexpr (kIsCopied) ptx::fence_proxy_async_shared();
             auto& stage = ring.stage[cursor.index()];
             auto a = make_tensor(
                 make_smem_ptr(reinterpret_cast<T*>(stage.a) + warpgroup * 64 * BLOCK_K), LayoutA{});

@@ -24,11 +24,13 @@ FOLDERS = ("csrc", "examples", "flashmoe_megatron", "tests", "tools")
 RECORDS = ROOT / "tools" / "bench" / "results"
 """Pages of measurements, which stay as they were written."""
 PLAIN = (
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "README.md",
     "csrc",
     "examples",
     "flashmoe_megatron/README.md",
+    "flashmoe_megatron/adapters/torchtitan/README.md",
     "flashmoe_megatron/calibrate.py",
     "flashmoe_megatron/checks.py",
     "flashmoe_megatron/config.py",
@@ -49,6 +51,8 @@ PLAIN = (
     "flashmoe_megatron/run.py",
     "flashmoe_megatron/schedule.py",
     "flashmoe_megatron/select.py",
+    "flashmoe_megatron/separate/DEGREES.md",
+    "flashmoe_megatron/separate/README.md",
     "flashmoe_megatron/streams.py",
     "flashmoe_megatron/telemetry",
     "flashmoe_megatron/torch_groups.py",

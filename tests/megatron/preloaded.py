@@ -4,6 +4,7 @@ import importlib
 
 from examples import cpu_bridge
 
+importlib.import_module("tools.bench.stopwatch")  # asks for a GPU, which the bridge then answers
 cpu_bridge.enable()  # has to come before Megatron
 for name in (
     "core.dist_checkpointing",

@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import multiprocessing
 import os
+import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -510,16 +510,13 @@ def _save(directory: str, model: list[Any], optimizer: Any) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Megatron's queue is that of a process that imports torch, for what other processes write.
+    filesystem_async._results_queue = queue.Queue()
     if dist.get_rank() == 0:
         Path(directory).mkdir(parents=True, exist_ok=True)
     dist.barrier()
     dist_checkpointing.save(_sharded_state(model, optimizer, is_loading=False), directory)
     dist.barrier()
-    # Megatron writes through a process that would outlive this one, which is killed.
-    filesystem_async._results_queue = None
-    for child in multiprocessing.active_children():
-        child.terminate()
-        child.join()
 
 
 def _load(directory: str, model: list[Any], optimizer: Any) -> None:

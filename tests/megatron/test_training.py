@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ EP4 = Layout(expert=4)
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
 """Megatron wants half precision; the tests compute in float32, which tells more."""
+
+RESUMED = Case(EP2_DP2, iterations=4, ddp=OVERLAP)
+"""A training that is saved after two iterations."""
 
 CASES = {
     "ep2_dp2": Case(EP2_DP2),
@@ -150,7 +154,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def by_layout(name: str) -> tuple[str, int]:
+    """Cases of one layout follow each other: its groups cost more than a training."""
+    return str(CASES[name].layout), CASES[name].hosts
+
+
+@pytest.mark.parametrize("name", sorted(CASES, key=by_layout))
 def test_training_matches_alltoall(name: str, four_ranks: RankPool) -> None:
     case = CASES[name]
     outcomes = four_ranks.run(train_both, case)
@@ -288,17 +297,32 @@ def test_muon_matches_alltoall(experts: str | None, two_ranks: RankPool) -> None
         assert_same(fused, stock)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of two iterations on four ranks, and what training it gave each rank."""
+
+    folder: Path
+    outcomes: list[Outcome]
+
+
+@pytest.fixture(scope="module")
+def saved(four_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    """A checkpoint of each dispatcher."""
+    checkpoints = {}
+    for dispatcher in ("alltoall", "flashmoe"):
+        folder = tmp_path_factory.mktemp(dispatcher) / "checkpoint"
+        case = dataclasses.replace(RESUMED, iterations=2, save_to=str(folder))
+        checkpoints[dispatcher] = Saved(folder, four_ranks.run(train, case, dispatcher))
+    return checkpoints
+
+
 @pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
 def test_dispatcher_can_be_switched_at_a_checkpoint(
-    before: str, after: str, four_ranks: RankPool, tmp_path: Path
+    before: str, after: str, four_ranks: RankPool, saved: dict[str, Saved]
 ) -> None:
-    whole = Case(EP2_DP2, iterations=4, ddp=OVERLAP)
-    first = dataclasses.replace(whole, iterations=2, save_to=str(tmp_path / "checkpoint"))
-    second = dataclasses.replace(
-        whole, iterations=2, first_iteration=2, load_from=str(tmp_path / "checkpoint")
-    )
-    uninterrupted = four_ranks.run(train, whole, after)
-    four_ranks.run(train, first, before)
+    folder = str(saved[before].folder)
+    second = dataclasses.replace(RESUMED, iterations=2, first_iteration=2, load_from=folder)
+    uninterrupted = four_ranks.run(train, RESUMED, after)
     resumed = four_ranks.run(train, second, after)
     for want, got in zip(uninterrupted, resumed, strict=True):
         rest = dataclasses.replace(want, losses=want.losses[2:], grad_norms=want.grad_norms[2:])
@@ -307,25 +331,23 @@ def test_dispatcher_can_be_switched_at_a_checkpoint(
 
 @pytest.mark.parametrize(("before", "after"), [("alltoall", "flashmoe"), ("flashmoe", "alltoall")])
 def test_experts_go_to_other_ranks_at_a_checkpoint(
-    before: str, after: str, four_ranks: RankPool, tmp_path: Path
+    before: str, after: str, four_ranks: RankPool, saved: dict[str, Saved]
 ) -> None:
     """The model alone: the optimizer's state is saved for one layout."""
-    folder = str(tmp_path / "checkpoint")
-    saved = four_ranks.run(train, Case(EP2_DP2, iterations=2, save_to=folder), before)
+    folder, outcomes = str(saved[before].folder), saved[before].outcomes
     loads = Case(EP4, iterations=0, load_from=folder, loads_optimizer=False)
-    for want, got in zip(saved, four_ranks.run(train, loads, after), strict=True):
+    for want, got in zip(outcomes, four_ranks.run(train, loads, after), strict=True):
         assert got.eval_losses == pytest.approx(want.eval_losses, rel=TOLERANCE)
 
 
 def test_a_tool_that_knows_no_dispatcher_converts_a_checkpoint(
-    two_ranks: RankPool, tmp_path: Path
+    saved: dict[str, Saved], tmp_path: Path
 ) -> None:
     """Torch's own converter to one file, of Megatron's distributed format."""
     converted = {}
-    for dispatcher in ("alltoall", "flashmoe"):
-        folder, file = tmp_path / dispatcher, tmp_path / f"{dispatcher}.pt"
-        two_ranks.run(train, Case(Layout(expert=2), iterations=1, save_to=str(folder)), dispatcher)
-        dcp_to_torch_save(folder, file)
+    for dispatcher, checkpoint in saved.items():
+        file = tmp_path / f"{dispatcher}.pt"
+        dcp_to_torch_save(checkpoint.folder, file)
         state = torch.load(file, weights_only=False)
         converted[dispatcher] = {
             name: value for name, value in state.items() if isinstance(value, torch.Tensor)
@@ -351,14 +373,14 @@ def test_sequences_that_are_shared_out_by_length_match_alltoall(two_ranks: RankP
 def test_hosts_match_alltoall_and_resume_on_one(four_ranks: RankPool, tmp_path: Path) -> None:
     """Two hosts of two ranks train for long; one host of four goes on from their checkpoint."""
     folder = str(tmp_path / "checkpoint")
-    case = Case(EP4, hosts=2, iterations=50, save_to=folder)
+    case = Case(EP4, hosts=2, iterations=20, save_to=folder)
     stock = four_ranks.run(train, dataclasses.replace(case, save_to=None), "alltoall")
     found = four_ranks.run(train, case, "flashmoe")
     for want, got in zip(stock, found, strict=True):
         assert got.fused_calls > 0
         assert got.losses == pytest.approx(want.losses, rel=1e-3)
         assert got.losses[:10] == pytest.approx(want.losses[:10], rel=TOLERANCE)
-    later = Case(EP4, iterations=2, first_iteration=50, load_from=folder)
+    later = Case(EP4, iterations=2, first_iteration=20, load_from=folder)
     resumed = [four_ranks.run(train, later, dispatcher) for dispatcher in ("alltoall", "flashmoe")]
     for want, got in zip(*resumed, strict=True):
         assert_same(got, want)

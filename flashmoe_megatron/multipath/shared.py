@@ -6,7 +6,6 @@ import fcntl
 import mmap
 import os
 import secrets
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -123,10 +122,8 @@ class SharedMemory:
         return False
 
     def close(self) -> None:
-        """Unmaps it; the memory is gone once every process has."""
-        del self._base
-        with suppress(BufferError):  # a tensor has it still
-            self._map.close()
+        """Unmaps it as soon as no tensor has it; the memory is gone once every process has."""
+        del self._base, self._map  # which a tensor may have still
         os.close(self._descriptor)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -264,3 +265,33 @@ def test_a_call_on_a_gpu_is_in_order_with_the_streams_around_it(
 def noted(calls: list[object], what: str) -> nullcontext[None]:
     calls.append(what)
     return nullcontext()
+
+
+def test_memory_between_processes_stays_mapped_as_long_as_a_tensor_has_it() -> None:
+    before = os.listdir("/proc/self/fd")
+    queues = ThreadQueues()
+    address = queues.allocate(4096)
+    tensor = queues.tensor(address + 8, 16)
+    queues.copy(tensor.data_ptr(), tensor.fill_(3).data_ptr() + 8, 8, queues.current())
+    queues.synchronize()
+    queues.free(address)
+    assert queues.allocation_of(address + 8) == address + 8
+    assert tensor.tolist() == [3] * 16
+    del tensor
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_threads_end_with_their_queues_and_say_what_has_failed() -> None:
+    queues = ThreadQueues()
+    queues.make()
+    threads = [one for one in threading.enumerate() if one.name.startswith("flashmoe-queue")]
+    assert len(threads) >= 2
+    queues.do(lambda: 1 / 0)
+    queues.do(lambda: [][0])
+    queues.synchronize()
+    with pytest.raises(ZeroDivisionError):  # the first one
+        queues.raise_if_failed()
+    queues.close()
+    for thread in threads[-2:]:
+        thread.join(20)
+        assert not thread.is_alive()

@@ -59,6 +59,7 @@ PLAIN = (
     "flashmoe_megatron/torchtitan.py",
     "pyproject.toml",
     "tools/bench/bench_training",
+    "tools/bench/multipath.py",
     "tools/simulate",
     "tools/timeline",
     "tools/weak_scaling",

@@ -12,7 +12,7 @@ from flashmoe_megatron.multipath.balancer import CHUNKS
 from flashmoe_megatron.multipath.board import NUM_LANES, NUM_SLOTS
 from flashmoe_megatron.multipath.queues import Moment, Queue, Queues, Words
 from flashmoe_megatron.multipath.shared import node_of_gpu
-from flashmoe_megatron.streams import current_stream
+from flashmoe_megatron.streams import current_stream, timed_event
 
 MOST_BYTES = 128 * 2**20
 """All rings of a rank that others write into, as long as no slot would be below the least."""
@@ -90,14 +90,8 @@ class GpuQueues(Queues):
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def timed_moment(self, queue: Any) -> Moment:
-        """See the base class.
-
-        An event for which a host may sleep would interrupt every process of the GPU when it is
-        reached.
-        """
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(queue)
-        return event
+        """See the base class."""
+        return timed_event(queue)
 
     def synchronize(self) -> None:
         """See the base class."""

@@ -1,4 +1,4 @@
-"""What several links at once bring: a published table, threads on a CPU, and the links of GPUs.
+"""Measures several links at once: a published table, threads on a CPU, and the links of GPUs.
 
 ::
 
@@ -10,7 +10,7 @@
 
 ``table`` needs no GPU. ``threads`` moves bytes between processes over two links that are paced
 4 to 1. ``gpus`` starts one process a GPU, or two on the first one, and measures every link
-and what it costs the host, all together over shares, and gathers beside NCCL's own, by its kernels
+and what it costs the host, all together over shares, and gathers against NCCL's own, by its kernels
 and by copy engines; ``--pace`` makes peer copies as slow as another machine's NVLink, in GB/s.
 Every line that is printed is a JSON object.
 """
@@ -142,7 +142,7 @@ class PacedRelay(HostRelay):
 
 
 def threads(rank: int, ranks: int, args: argparse.Namespace) -> None:
-    """Wall clock of the operations over two paced links of a CPU, beside the fast one alone."""
+    """Wall clock of the operations over two paced links of a CPU, and over the fast one alone."""
     rate = args.mbps * 1e6
     links = {
         name: functools.partial(PacedRelay, rate=rate / slower, name=name)

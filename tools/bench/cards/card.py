@@ -145,7 +145,7 @@ def card_of(model: Model, records: Records, gpus: int) -> dict[str, Any]:
     return {
         "model": model.title,
         "cuts": model.cuts,
-        "gpus": gpus,
+        "num_gpus": gpus,
         "tokens_per_gpu": model.tokens,
         **{key: distinct(done, key) for key in ("commit", "megatron", *MACHINE)},
         "date": sorted({record["date"][:10] for record in done.values()}),

@@ -12,8 +12,8 @@ def markdown(card: dict[str, Any]) -> str:
     lines = [
         f"## {card['model']}",
         "",
-        f"Cut to {card['cuts']}. {each}, {card['gpus']} GPU.",
-        f"Commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, {machine}, "
+        f"Cut to {card['cuts']}. {each}, GPUs: {card['num_gpus']}.",
+        f"Measured on commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, {machine}, "
         f"torch {_all(card['torch'])}, {_all(card['date'])}.",
         "",
         "| arm | s an iteration | TFLOP/s a GPU | tokens/s a GPU | busy, ms | peak GiB | MHz | "

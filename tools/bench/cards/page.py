@@ -13,7 +13,7 @@ def markdown(card: dict[str, Any]) -> str:
         f"## {card['model']}",
         "",
         f"Cut to {card['cuts']}. {each}, GPUs: {card['num_gpus']}.",
-        f"Measured on commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, {machine}, "
+        f"Commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, {machine}, "
         f"torch {_all(card['torch'])}, {_all(card['date'])}.",
         "",
         "| arm | s an iteration | TFLOP/s a GPU | tokens/s a GPU | busy, ms | peak GiB | MHz | "

@@ -30,7 +30,7 @@ from flashmoe_megatron.replicas.policy import POLICIES, Policy, When
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
 BackendKind = Literal["auto", "kernel", "scheduled", "reference"]
-ExchangeKind = Literal["auto", "direct", "copies", "1dh", "2dh"]
+ExchangeKind = Literal["auto", "direct", "copies", "2dh"]
 MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
 
@@ -215,9 +215,9 @@ class BackendOptions:
         "auto",
         one_of(get_args(ExchangeKind)),
         "How the scheduled backend's rows travel: direct, each rank to each; copies, likewise, by "
-        "copy engines that write into the other GPUs of one host; 1dh, through the first rank of "
-        "a host; 2dh, within hosts and then between ranks of one place. auto takes 2dh where "
-        "several hosts have several ranks each, else direct.",
+        "copy engines that write into the other GPUs of one host; 2dh, within hosts and then "
+        "between ranks of one place. auto takes 2dh where several hosts have several ranks each, "
+        "else direct.",
     )
     symmetric_memory: SymmetricMemory = option(
         "cuda", one_of(get_args(SymmetricMemory)), "What GPUs share memory with: cuda or nvshmem."
@@ -231,7 +231,7 @@ class BackendOptions:
             metavar="SECONDS",
         ),
         "Seconds that the kernel, exchanges between its hosts, and the scheduled backend's "
-        "exchanges copies, 1dh and 2dh wait for a peer before it is an error.",
+        "exchanges copies and 2dh wait for a peer before it is an error.",
     )
     host_overlap: int = option(
         0,

@@ -30,7 +30,6 @@ from flashmoe_megatron.separate.agreement import Agreement
 from flashmoe_megatron.separate.copies import Copies
 from flashmoe_megatron.separate.exchange import (
     ONE_STEP,
-    ByLeader,
     Counts,
     Exchange,
     Slot,
@@ -664,7 +663,7 @@ def _make_exchange(
     if kind in ONE_STEP or ranks.group is None or grid is None:
         return Exchange(ranks, traffic, device)
     groups = host_groups(ranks.group, grid, timeout=options.timeout)
-    return {"1dh": ByLeader, "2dh": TwoSteps}[kind](ranks, grid, groups, traffic, device)
+    return TwoSteps(ranks, grid, groups, traffic, device)
 
 
 def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Tensor]:

@@ -112,16 +112,10 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
             line = lines["all_to_all"]
             return (Stage(name, "between", line.alpha_s, num_bytes * line.beta_s),)
         within, rail = lines["all_to_all_within"], lines["all_to_all_rail"]
-        if exchange == "2dh":
-            return (
-                Stage(f"{name} within", "within", within.alpha_s, num_bytes * within.beta_s),
-                Stage(name, "between", rail.alpha_s, num_bytes * rail.beta_s),
-            )
-        # A leader gathers what its host sends, exchanges it, and scatters what it receives.
-        all_bytes = num_bytes * fit.machine.ranks_per_host
-        alpha_s = 2 * within.alpha_s + rail.alpha_s
-        beta_s = 2 * within.beta_s + rail.beta_s
-        return (Stage(name, "between", alpha_s, all_bytes * beta_s),)
+        return (
+            Stage(f"{name} within", "within", within.alpha_s, num_bytes * within.beta_s),
+            Stage(name, "between", rail.alpha_s, num_bytes * rail.beta_s),
+        )
 
     def compute(name: str, copies: int, elements: float, cut: float = 0.0) -> Stage:
         """Two products, but for rows that are only copied, and copies of elements of every row."""
@@ -154,12 +148,10 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 
 
 def _slowdowns(fit: Fit, exchange: Kind) -> tuple[Slowdown, ...]:
-    """What products and exchanges do to each other; a leader's are taken to be between hosts."""
-    carriers: dict[Stream, str] = {"between": "all_to_all_rail"}
+    """Returns how products and exchanges slow each other down."""
+    carriers: dict[Stream, str] = {"between": "all_to_all_rail", "within": "all_to_all_within"}
     if exchange in ONE_STEP:
         carriers = {"between": "all_to_all"}
-    elif exchange == "2dh":
-        carriers["within"] = "all_to_all_within"
     found: list[Slowdown] = []
     for stream, name in carriers.items():
         both = fit.beside[name]

@@ -4,7 +4,6 @@ All ways bring the same rows in the same order, that of the ranks that have sent
 rows are ``[source][target]`` of the whole group.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -20,7 +19,7 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.lanes import Lane, Mark, mark, wait
 
 Counts = Sequence[Sequence[int]]
-Kind = Literal["direct", "copies", "1dh", "2dh"]
+Kind = Literal["direct", "copies", "2dh"]
 ONE_STEP: tuple[Kind, ...] = ("direct", "copies")
 """From each rank to each, whatever carries the rows."""
 
@@ -213,10 +212,14 @@ class Exchange:
         self.traffic.bytes_sent += leaving * row_bytes(send)
 
 
-class _OverHosts(Exchange):
-    """What exchanges in steps have in common."""
+class TwoSteps(Exchange):
+    """Two-dimensional: to the rank of the same place within the host, then between hosts.
+
+    A rank sends one message to each other rank of its host and one to each other host.
+    """
 
     needs_all_counts = True
+    streams = ("between", "within")
 
     def __init__(
         self,
@@ -229,15 +232,6 @@ class _OverHosts(Exchange):
         """Binds it to a group whose hosts are known."""
         super().__init__(ranks, traffic, device)
         self._grid, self._groups = grid, groups
-
-
-class TwoSteps(_OverHosts):
-    """Two-dimensional: to the rank of the same place within the host, then between hosts.
-
-    A rank sends one message to each other rank of its host and one to each other host.
-    """
-
-    streams = ("between", "within")
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         grid = self._grid
@@ -273,61 +267,6 @@ class TwoSteps(_OverHosts):
         with self._between.after(within.mark()):
             packed = _pieces(halfway, sizes, by_host)
             dist.all_to_all_single(slot.rows, packed, from_hosts, to_hosts, group=self._groups.rail)
-
-
-class ByLeader(_OverHosts):
-    """One-dimensional hierarchical: the first rank of a host carries what all of them exchange."""
-
-    def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
-        with self._between.after(ready):
-            held = self._gather(send, counts)
-            if self._grid.place == 0:
-                held = self._swap(held, counts)
-            self._scatter(slot.rows, held, counts)
-
-    @property
-    def _mine(self) -> list[int]:
-        return list(self._grid.ranks_within)
-
-    def _gather(self, send: torch.Tensor, counts: Counts) -> torch.Tensor:
-        """What the leader holds then is by source, then target."""
-        leads, mine = self._grid.place == 0, self._mine
-        from_places = [sum(counts[source]) if leads else 0 for source in mine]
-        held = send.new_empty(sum(from_places), *send.shape[1:])
-        to_places = [len(send)] + [0] * (len(mine) - 1)
-        dist.all_to_all_single(held, send, from_places, to_places, group=self._groups.within)
-        return held
-
-    def _swap(self, held: torch.Tensor, counts: Counts) -> torch.Tensor:
-        """Leaders exchange; what one holds then is by target, then source."""
-        grid, mine = self._grid, self._mine
-        width, everyone = grid.ranks_per_host, range(len(counts))
-        hosts, places = range(grid.num_hosts), range(width)
-        by_host = [
-            source * len(everyone) + host * width + place
-            for host, source, place in itertools.product(hosts, places, places)
-        ]
-        gathered = [counts[source][target] for source in mine for target in everyone]
-        packed = _pieces(held, gathered, by_host)
-        arriving = [counts[source][target] for source in everyone for target in mine]
-        block = width * width  # pieces from one host
-        from_hosts = [sum(arriving[host * block : (host + 1) * block]) for host in hosts]
-        to_hosts = [
-            sum(counts[source][host * width + place] for source in mine for place in places)
-            for host in hosts
-        ]
-        swapped = held.new_empty(sum(arriving), *held.shape[1:])
-        dist.all_to_all_single(swapped, packed, from_hosts, to_hosts, group=self._groups.rail)
-        by_target = [source * width + place for place in places for source in everyone]
-        return _pieces(swapped, arriving, by_target)
-
-    def _scatter(self, received: torch.Tensor, held: torch.Tensor, counts: Counts) -> None:
-        mine = self._mine
-        to_places = [0] * len(mine)
-        if self._grid.place == 0:
-            to_places = [sum(row[target] for row in counts) for target in mine]
-        from_places = [len(received)] + [0] * (len(mine) - 1)
-        dist.all_to_all_single(received, held, from_places, to_places, group=self._groups.within)
 
 
 def _pieces(rows: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:

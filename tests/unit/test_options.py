@@ -108,7 +108,7 @@ def test_what_the_backend_gets_is_every_option_of_it() -> None:
         "replica_policy": "popular",
         "degree": "2,4",
         "degree_fit": "fit.json",
-        "exchange": "1dh",
+        "exchange": "2dh",
         "symmetric_memory": "nvshmem",
         "timeout": 5.0,
         "host_overlap": 1,

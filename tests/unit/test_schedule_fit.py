@@ -185,7 +185,7 @@ def test_stages_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "carriers"),
-    [("direct", ["between"]), ("1dh", ["between"]), ("2dh", ["between", "within"])],
+    [("direct", ["between"]), ("2dh", ["between", "within"])],
 )
 def test_products_and_what_carries_rows_slow_each_other_down(
     exchange: Kind, carriers: list[Stream]
@@ -204,10 +204,7 @@ def test_a_layer_is_as_long_as_its_stages() -> None:
     fit = make_fit(2, 2, all_to_all_rail=(2e-6, 3e-9))
     lines = fit.lines
     within, rail = (lines[f"all_to_all_{name}"].time_s(num_bytes) for name in ("within", "rail"))
-    leader = 2 * lines["all_to_all_within"].time_s(2 * num_bytes) + lines["all_to_all_rail"].time_s(
-        2 * num_bytes
-    )
-    ways = {"direct": lines["all_to_all"].time_s(num_bytes), "2dh": within + rail, "1dh": leader}
+    ways = {"direct": lines["all_to_all"].time_s(num_bytes), "2dh": within + rail}
     found = {}
     for exchange, way in ways.items():
         forward, backward = passes_of(config, fit, exchange, "all")
@@ -260,12 +257,11 @@ def stamps_are_of_every_part(group: dist.ProcessGroup, config: MoEConfig) -> Non
 
 def streams_over_hosts(group: dist.ProcessGroup) -> None:
     config, grid = cases.make_config(num_ranks=4), HostGrid(2, 2, dist.get_rank(group))
-    for exchange, streams in (("1dh", {"between"}), ("2dh", {"between", "within"})):
-        options = BackendOptions(exchange=exchange)
-        backend = ScheduledBackend(config, group, options=options, grid=grid, degrees=(2, 1))
-        found = trace(backend, group, num_tokens=64, dtype=torch.float32, device=CPU)
-        for spans in found.values():
-            assert {one.stream for one in spans} == {"compute", *streams}
+    options = BackendOptions(exchange="2dh")
+    backend = ScheduledBackend(config, group, options=options, grid=grid, degrees=(2, 1))
+    found = trace(backend, group, num_tokens=64, dtype=torch.float32, device=CPU)
+    for spans in found.values():
+        assert {one.stream for one in spans} == {"compute", "between", "within"}
 
 
 def test_a_trace_has_the_streams_of_exchanges_over_hosts(ranks: RankPool) -> None:

@@ -373,7 +373,7 @@ def run_ranks(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs)
     assert backend.traffic.rows_sent == reference.traffic.rows_sent
     if num_ranks == 4:
         grid = HostGrid(2, 2, rank)
-        for exchange in ("1dh", "2dh", "auto"):
+        for exchange in ("2dh", "auto"):
             options = BackendOptions(keep="all", exchange=exchange)
             for degrees, direct in bits.items():
                 backend = ScheduledBackend(
@@ -598,7 +598,7 @@ def test_ranks_that_share_experts_are_the_reference_with_whole_ones(ranks: RankP
     ("options", "words"),
     [
         ({"exchange": "2dh"}, "exchange='2dh' in an expert-parallel group of 1 x 1"),
-        ({"exchange": "tree"}, "exchange='tree': wanted one of auto, direct, copies, 1dh, 2dh"),
+        ({"exchange": "tree"}, "exchange='tree': wanted one of auto, direct, copies, 2dh"),
         ({"degree": "0"}, "degree='0': wanted auto, N or N,M, of numbers from 1 to 64"),
         ({"degree": "2,3,4"}, "degree='2,3,4': wanted auto"),
         ({"degree": 2}, "degree=2: wanted auto"),

@@ -141,7 +141,6 @@ CASES = {
     "replicas": (4, Case("reference", (1, 2), {"spare_slots": 1, "placement": "launch"})),
     "bound": (2, Case("reference", (0,), {"row_bound": 9.0})),
     "scheduled-bound": (2, Case("scheduled", (0,), {"row_bound": 9.0})),
-    "one step of hosts": (4, Case("scheduled", (0, 3), {"exchange": "1dh"})),
     "two steps": (4, Case("scheduled", (3,), {"exchange": "2dh", "row_bound": 9.0})),
     "hosts": (4, Case("2", (0, 3))),
     "hosts-inputs": (4, Case("4", (2,), {"keep": "inputs"})),

@@ -1003,7 +1003,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients that a reduction waits for are not named",
-        "finish_grad_sync",
+        "check_counts",
         "group.grad_reduce_handle is None and came < wanted",
         "False",
         "tests/megatron/test_ddp_gradients.py"
@@ -1032,7 +1032,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sums in float32 do not keep a collective from starting early",
-        "_may_be_early",
+        "may_be_early",
         'not getattr(config, "reduce_scatter_with_fp32_accumulation", False)',
         "True",
         "tests/megatron/test_grad_reduce.py::test_a_gradient_that_came_since_makes_a_bucket_late",

@@ -89,6 +89,44 @@ MEASURED = [
     ["machine", "trace", "two_gpus"],
     ["__main__"],
 ]
+ADAPTERS = [
+    ["experts", "forwards", "gradients", "held", "options", "patch", "probe"],
+    ["indexed", "metrics"],
+    ["deepspeed", "megatron", "torchtitan", "transformers"],
+]
+MEGATRON = [
+    ["fixes", "fp8", "settings"],
+    ["config", "peers"],
+    ["arguments", "offload", "shape"],
+    ["buckets"],
+    ["early_routing", "weights"],
+    ["routed"],
+    ["megakernel", "metrics", "schedule"],
+    ["layer"],
+]
+MEGATRON_CONFIG = [
+    ["asked", "computation"],
+    ["notices", "refusals"],
+]
+MEGATRON_BUCKETS = [
+    ["hooks", "links", "state"],
+    ["sizes"],
+    ["ddp"],
+]
+DEEPSPEED = [
+    ["experts", "forwards", "routes", "settings", "versions"],
+    ["routed"],
+    ["layers", "metrics", "slices"],
+    ["autoep", "native", "refusals"],
+    ["attach"],
+    ["initialize"],
+]
+TRANSFORMERS = [
+    ["form"],
+    ["experts"],
+    ["parallel"],
+    ["register"],
+]
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
 AGREES = "ranks.py"
@@ -139,7 +177,7 @@ def python_edges(root: Path, folder: str = "") -> Iterator[Edge]:
 
     Imports inside functions count as well.
     """
-    prefix = [root.name, folder] if folder else [root.name]
+    prefix = [root.name, *Path(folder).parts]
     for path in sorted((root / folder).rglob("*.py")):
         user = ".".join(path.relative_to(root / folder).with_suffix("").parts[:2])
         for node in ast.walk(ast.parse(path.read_text())):
@@ -211,6 +249,13 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),
         *violations(python_edges(PACKAGE, "separate"), SEPARATE),
         *violations(python_edges(PACKAGE, "measured"), MEASURED),
+        *violations(python_edges(PACKAGE, "schedule"), SCHEDULE),
+        *violations(python_edges(PACKAGE, "adapters"), ADAPTERS),
+        *violations(python_edges(PACKAGE, "adapters/megatron"), MEGATRON),
+        *violations(python_edges(PACKAGE, "adapters/megatron/config"), MEGATRON_CONFIG),
+        *violations(python_edges(PACKAGE, "adapters/megatron/buckets"), MEGATRON_BUCKETS),
+        *violations(python_edges(PACKAGE, "adapters/deepspeed"), DEEPSPEED),
+        *violations(python_edges(PACKAGE, "adapters/transformers"), TRANSFORMERS),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

@@ -117,6 +117,37 @@ def test_every_exchange_that_is_named_is_there():
 
 
 @pytest.mark.parametrize(
+    ("importer", "imported", "found"),
+    [
+        ("megatron/layer.py", "megatron.routed", []),
+        ("megatron/__init__.py", "megatron.layer", []),
+        ("megatron/routed.py", "megatron.layer", ["'routed'", "'layer'"]),
+        ("megatron/routed.py", "megatron.buckets.state", []),
+        ("megatron/buckets/state.py", "megatron.routed", ["'buckets'", "'routed'"]),
+        ("megatron/buckets/state.py", "megatron.buckets.ddp", ["'state'", "'ddp'"]),
+        ("megatron/config/asked.py", "megatron.config.refusals", ["'asked'", "'refusals'"]),
+        ("megatron/config/news.py", "megatron.config.asked", ["'news'", "no layer"]),
+        ("megatron/news.py", "megatron.settings", ["'news'", "no layer"]),
+        ("deepspeed/attach.py", "indexed", []),
+        ("deepspeed/routes.py", "deepspeed.layers", ["'routes'", "'layers'"]),
+        ("transformers/form.py", "transformers.experts", ["'form'", "'experts'"]),
+        ("deepspeed/attach.py", "megatron.settings", ["'deepspeed'", "'megatron'"]),
+        ("experts.py", "indexed", ["'experts'", "'indexed'"]),
+    ],
+)
+def test_layers_of_the_adapters(tmp_path, monkeypatch, capsys, importer, imported, found):
+    """Looked at as the program does, in a package that has one import, inside a function."""
+    package, _, name = f"flashmoe_megatron.adapters.{imported}".rpartition(".")
+    text = f"def late():\n    from {package} import {name}\n"
+    write(tmp_path / "flashmoe_megatron/adapters", {importer: text})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["check_layers"])
+    assert check_layers.main() == bool(found)
+    said = capsys.readouterr().out
+    assert all(part in said for part in found or ["layers: ok"])
+
+
+@pytest.mark.parametrize(
     ("name", "text", "lines"),
     [
         ("a.py", '"""Counts tokens.\n\nOf each rank its own.\n"""\n', [3]),

@@ -72,7 +72,7 @@ def put_in_place(dispatcher: str, recorder: Recorder) -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from flashmoe_megatron.adapters.megatron.layer import ROUTED
+    from flashmoe_megatron.adapters.megatron.shape import ROUTED
     from tests.megatron.harness import destroy_groups
 
     post_init, forward = TransformerConfig.__post_init__, MoELayer.forward

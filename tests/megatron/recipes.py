@@ -16,7 +16,11 @@ from typing import Any
 import torch.nn.functional as F
 
 from flashmoe_megatron.adapters import megatron as adapter
-from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, Refusal, refusals_of
+from flashmoe_megatron.adapters.megatron.config.refusals import (
+    CONFIG_REFUSALS,
+    Refusal,
+    refusals_of,
+)
 
 PAGE = Path(adapter.__file__).parent / "README.md"
 BEGIN, END = "<!-- recipes: begin -->", "<!-- recipes: end -->"

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from flashmoe_megatron.adapters.megatron.checkpoints import patch_checkpointing
+from flashmoe_megatron.adapters.megatron.arguments import patch_checkpointing
 from tests.distributed import PATIENCE_S
 from tests.megatron.stock_script import MODEL, torchrun
 

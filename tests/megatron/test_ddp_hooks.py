@@ -5,14 +5,14 @@ import gc
 import pickle
 import weakref
 from collections.abc import Sequence
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashmoe_megatron.adapters.megatron import ddp_hooks
-from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
+from flashmoe_megatron.adapters.megatron.buckets import hooks as ddp_hooks
+from flashmoe_megatron.adapters.megatron.buckets.hooks import ExpertHooks
 from flashmoe_megatron.autograd import accumulator_of, moe_apply
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.separate.reference import ReferenceBackend
@@ -75,10 +75,8 @@ class Ddp:
 @pytest.fixture(autouse=True)
 def _patched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_make_backward_post_hook", "_make_forward_pre_hook"):
-        monkeypatch.setattr(Ddp, name, getattr(Ddp, name))  # as it was, behind the test
-    module = ModuleType("distributed_data_parallel")
-    module.DistributedDataParallel = Ddp  # type: ignore[attr-defined]
-    ddp_hooks.patch_ddp(module)
+        make = getattr(ddp_hooks, name.removeprefix("_"))
+        monkeypatch.setattr(Ddp, name, make(getattr(Ddp, name)))
 
 
 def make_params() -> list[torch.nn.Parameter]:

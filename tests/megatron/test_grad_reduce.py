@@ -88,7 +88,7 @@ def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
     prepare(EP2)
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from flashmoe_megatron.adapters.megatron import grad_reduce
+    from flashmoe_megatron.adapters.megatron.buckets.state import Buckets
 
     class Group:
         is_last_microbatch = True
@@ -101,17 +101,18 @@ def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     zeroed.zero_out_wgrad = True  # type: ignore[attr-defined]
     backend: Any = None
+    buckets = Buckets()
     answers = []
 
     def ask(parameter: torch.Tensor, bucket_group: Any) -> None:
-        answers.append(grad_reduce._may_be_early(bucket_group, parameter))
+        answers.append(buckets.may_be_early(bucket_group, parameter))
 
     group_of_two = Group()
-    grad_reduce.note_backward(backend, [first])
+    buckets.note_backward(backend, [first])
     ask(first, group_of_two)
     ask(other, group_of_two)  # came after the launch: now the group is as late as its end
     ask(first, group_of_two)
-    grad_reduce.note_backward(backend, [second, zeroed])
+    buckets.note_backward(backend, [second, zeroed])
     ask(second, group_of_two)  # all that was late was of the backward before
     group_of_two.ddp_config.num_distributed_optimizer_instances = 2
     ask(second, group_of_two)
@@ -125,7 +126,7 @@ def may_be_early_after_each(group: dist.ProcessGroup) -> list[bool]:
         mixed = Group()
         ask(by_hook, mixed)
         ask(second, mixed)
-        grad_reduce.note_backward(backend, [second])
+        buckets.note_backward(backend, [second])
         ask(second, mixed)
     between = Group()
     between.is_last_microbatch = False

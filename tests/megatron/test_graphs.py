@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from flashmoe_megatron.adapters.megatron import graphs
+from flashmoe_megatron.adapters.megatron import schedule
 from flashmoe_megatron.errors import RowBoundError
 from flashmoe_megatron.kernel.captured import Captured
 from tests.distributed import RankPool
@@ -101,14 +101,14 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
 
     module = ModuleType("full_cuda_graph")
     module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
-    graphs.patch_full_graph(module)
+    schedule.patch_full_graph(module)
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("for the replay"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     backend = SimpleNamespace(
         raise_pending_fault=raise_pending_fault, config=SimpleNamespace(num_ranks=1)
     )
-    monkeypatch.setattr(graphs, "live_experts", lambda: [SimpleNamespace(backend=backend)])
+    monkeypatch.setattr(schedule, "live_experts", lambda: [SimpleNamespace(backend=backend)])
     step = FullCudaGraphWrapper()
     assert step() == "reduced losses"
     with pytest.raises(RowBoundError, match="during"):
@@ -138,10 +138,10 @@ def test_graphs_of_a_group_that_is_destroyed_are_captured_again() -> None:
 
     module = ModuleType("full_cuda_graph")
     module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
-    graphs.patch_full_graph(module)
+    schedule.patch_full_graph(module)
     heap, other = Captured(), Captured()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "live_experts", list)
+        patch.setattr(schedule, "live_experts", list)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         FullCudaGraphWrapper()()
         other.note_launch()  # in a graph of the user's

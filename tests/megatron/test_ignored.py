@@ -7,8 +7,8 @@ import pytest
 
 from flashmoe_megatron.adapters import megatron as adapter
 from flashmoe_megatron.adapters.megatron import routed
-from flashmoe_megatron.adapters.megatron.ignored import IGNORED, ignored_settings
-from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
+from flashmoe_megatron.adapters.megatron.config.notices import IGNORED, ignored_settings
+from flashmoe_megatron.adapters.megatron.config.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.megatron.harness import Layout, transformer_config

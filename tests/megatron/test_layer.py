@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from flashmoe_megatron.adapters.megatron import ddp_hooks
+from flashmoe_megatron.adapters.megatron.buckets import hooks as ddp_hooks
 from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
 from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool, refusal

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters import megatron as adapter
-from flashmoe_megatron.adapters.megatron import layer as layer_patches
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
+from flashmoe_megatron.adapters.megatron.config import refusals
 from flashmoe_megatron.adapters.patch import original_of
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.oracle import assert_close
@@ -172,9 +172,7 @@ def test_a_configuration_with_the_name_is_ours_to_check(monkeypatch: pytest.Monk
         shown.append(config.moe_megakernel_backend)
         original(config)
 
-    monkeypatch.setattr(
-        TransformerConfig, "__post_init__", layer_patches._checked_post_init(checks)
-    )
+    monkeypatch.setattr(TransformerConfig, "__post_init__", refusals._checked_post_init(checks))
     monkeypatch.setattr(TransformerConfig, "moe_megakernel_backend", "flashmoe", raising=False)
     config = transformer_config(Layout(), "alltoall")
     assert config.moe_megakernel_backend == "flashmoe"

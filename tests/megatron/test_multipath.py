@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.megatron import multipath
-from flashmoe_megatron.adapters.megatron.notices import find_notices
+from flashmoe_megatron.adapters.megatron.buckets import links
+from flashmoe_megatron.adapters.megatron.config.notices import find_notices
 from flashmoe_megatron.errors import ConfigError, LinkError
 from flashmoe_megatron.multipath import LinkTotals, Multipath
 from tests.distributed import RankPool, refusal
@@ -25,7 +25,7 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, 
     Returns:
         The losses, how many exchanges went over the links, and how many ranks reduced so.
     """
-    multipath._least_bytes = 1
+    links._least_bytes = 1
     reducing: set[int] = set()
 
     def reduced(one: Multipath, *args: Any) -> Any:
@@ -37,15 +37,15 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, 
     try:
         losses = train(group, case, "flashmoe").losses
         # Buckets have been offered to peers to write to, which these links refuse.
-        assert not any(one._can_share for one in multipath._made.values())
-        number = sum(one.transfers._number for one in multipath._made.values())
+        assert not any(one._can_share for one in links._made.values())
+        number = sum(one.transfers._number for one in links._made.values())
         return losses, number, reducing
     finally:
         Multipath.reduce_scatter = reduce_scatter
-        multipath._least_bytes = multipath.MIN_BYTES
-        for one in multipath._made.values():
+        links._least_bytes = links.MIN_BYTES
+        for one in links._made.values():
             one.close()
-        multipath._made.clear()
+        links._made.clear()
 
 
 @pytest.mark.parametrize("ddp", [DDP, {}], ids=["overlapped", "in turn"])
@@ -88,15 +88,15 @@ def of_groups(group: dist.ProcessGroup) -> None:
     """Asks for the links of a group that is destroyed then, and of another one."""
     tensor = torch.ones(4)
     first, second = (dist.new_group(backend="gloo") for _ in range(2))
-    gone = multipath._multipath(first, tensor)
+    gone = links._multipath(first, tensor)
     dist.destroy_process_group(first)
-    there = multipath._multipath(second, tensor)
+    there = links._multipath(second, tensor)
     try:
         with pytest.raises(LinkError, match="has been closed"):
             gone.all_reduce(tensor)
-        assert list(multipath._made.values()) == [there]
+        assert list(links._made.values()) == [there]
     finally:
-        multipath._made.pop(second).close()
+        links._made.pop(second).close()
         dist.destroy_process_group(second)
 
 
@@ -109,7 +109,7 @@ def test_parameters_in_the_memory_of_gradients_are_not_shared() -> None:
         (SimpleNamespace(param_data=None, grad_data=shared), False),
     ):
         given = own if bucket.param_data is None else bucket.param_data
-        assert multipath._has_own_memory(bucket, given) == is_own
+        assert links._has_own_memory(bucket, given) == is_own
 
 
 def test_links_of_all_groups_are_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +119,8 @@ def test_links_of_all_groups_are_told_together(monkeypatch: pytest.MonkeyPatch) 
         name: SimpleNamespace(take_totals=lambda totals=totals: totals)
         for name, totals in (("a group", one), ("another", other))
     }
-    monkeypatch.setattr(multipath, "_made", groups)
-    assert multipath.take_link_totals() == {
+    monkeypatch.setattr(links, "_made", groups)
+    assert links.take_link_totals() == {
         "peer": LinkTotals(11, 22, 0.75),
         "host": LinkTotals(4, 8, 1.0),
     }
@@ -128,10 +128,10 @@ def test_links_of_all_groups_are_told_together(monkeypatch: pytest.MonkeyPatch) 
 
 def test_one_rank_has_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has all of a bucket copies it, as Megatron does."""
-    monkeypatch.setattr(multipath, "_least_bytes", 16)
+    monkeypatch.setattr(links, "_least_bytes", 16)
     for num_ranks, length, is_large in ((1, 4, False), (2, 4, True), (2, 3, False)):
         monkeypatch.setattr(dist, "get_world_size", lambda _, n=num_ranks: n)
-        assert multipath._is_large(torch.ones(length), "a group") == is_large
+        assert links._is_large(torch.ones(length), "a group") == is_large
 
 
 def test_links_end_with_their_group(four_ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser, name_nearest_flag
-from flashmoe_megatron.adapters.megatron.notices import find_notices, patch_start
+from flashmoe_megatron.adapters.megatron.config.notices import find_notices, patch_start
 from tests.megatron.harness import megatron_parser
 
 FLASHMOE = "--moe-token-dispatcher-type flashmoe"

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 
 from flashmoe_megatron.adapters import megatron as adapter
 from flashmoe_megatron.adapters.megatron import shape
-from flashmoe_megatron.adapters.megatron.activations import activation_of, activation_of_experts
-from flashmoe_megatron.adapters.megatron.refusals import (
+from flashmoe_megatron.adapters.megatron.config.computation import (
+    activation_of,
+    activation_of_experts,
+)
+from flashmoe_megatron.adapters.megatron.config.refusals import (
     CONFIG_REFUSALS,
     SCRIPT_REFUSALS,
     refuse,

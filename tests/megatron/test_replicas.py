@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
-from flashmoe_megatron.adapters.megatron import ddp_hooks
+from flashmoe_megatron.adapters.megatron.buckets import hooks as ddp_hooks
 from flashmoe_megatron.telemetry.record import read_launch_number
 from tests.distributed import RankPool
 from tests.megatron.harness import (
@@ -134,7 +134,7 @@ def early_routing(group: dist.ProcessGroup) -> tuple[list[bool], list[str]]:
 
 def read_ahead(group: dist.ProcessGroup) -> list[tuple[str, int]]:
     """What is called in a forward, layer by layer, if the backend reads weights ahead of it."""
-    from flashmoe_megatron.adapters.megatron.layer import ROUTED
+    from flashmoe_megatron.adapters.megatron.shape import ROUTED
 
     layout = Layout(expert=2)
     prepare(layout, placement="lookahead", **REPLICAS)
@@ -180,7 +180,7 @@ def test_no_graph_holds_a_lookahead() -> None:
     """Whatever part of a layer it captures: the host settles on replicas before attention."""
     from types import SimpleNamespace
 
-    from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
+    from flashmoe_megatron.adapters.megatron.config.refusals import check_early_routing
     from flashmoe_megatron.adapters.megatron.settings import Settings
     from flashmoe_megatron.errors import ConfigError
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.megatron import slices
+from flashmoe_megatron.adapters.megatron.buckets import ddp as wrapped_ddp
+from flashmoe_megatron.adapters.megatron.buckets import sizes
 from flashmoe_megatron.adapters.patch import original_of
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.measured.fit import write_fit
@@ -176,6 +177,8 @@ class Noted:
 class BucketGroup:
     """A bucket group of Megatron's, as far as it starts a reduction."""
 
+    is_last_microbatch = False
+
     def __init__(self, notes: list[str]) -> None:
         self.ddp_config = SimpleNamespace(flashmoe_slices=Noted(notes))
         self.buckets = [SimpleNamespace(grad_data=SimpleNamespace(nbytes=64))] * 2
@@ -188,8 +191,8 @@ class BucketGroup:
         if is_last:
             self.start_grad_sync()
 
-    start_grad_sync = slices.queued(start)
-    register_grad_ready = slices.told(tell)
+    start_grad_sync = wrapped_ddp._start_grad_sync(start)
+    register_grad_ready = wrapped_ddp._register_grad_ready(tell)
 
 
 def test_a_reduction_that_the_program_starts_is_behind_all_that_wait() -> None:
@@ -213,20 +216,20 @@ def test_each_model_is_planned_for_once_though_one_cannot_be_wrapped(
     def size_buckets(ddp_config: Any, chunks: list[str], *, will_scatter: bool) -> None:
         planned.extend(chunks)
 
-    monkeypatch.setattr(slices, "_size_buckets", size_buckets)
-    monkeypatch.setattr(slices, "current_value", lambda name: name == "slice_gradients")
+    monkeypatch.setattr(sizes, "_size_buckets", size_buckets)
+    monkeypatch.setattr(sizes, "current_value", lambda name: name == "slice_gradients")
 
     def ddp(module: str, ddp_config: Any) -> str:
         if module == "bad":
             raise ConfigError("it cannot be wrapped")
         return module
 
-    inner = slices._planning(ddp, "module")
+    inner = sizes.planning(ddp, "module")
 
     def script(model_chunks: list[str], ddp_config: Any) -> list[str]:
         return [inner(chunk, ddp_config) for chunk in model_chunks]
 
-    wrap = slices._planning(script, "model_chunks")
+    wrap = sizes.planning(script, "model_chunks")
     config = SimpleNamespace(use_distributed_optimizer=True)
     with pytest.raises(ConfigError):
         wrap(["bad"], config)
@@ -272,12 +275,12 @@ def script(kind: str, read: list[int | None]) -> Callable[..., Any]:
 
     if kind == "builder":
         builders: Any = SimpleNamespace(_ddp_wrap=_ddp_wrap)
-        slices.patch_builders(builders)
+        sizes.patch_builders(builders)
         return lambda model, *given: builders._ddp_wrap([model], *given)
     training: Any = SimpleNamespace(get_model=get_model)
     if kind == "layouts":
         training.wrap_model_chunks_with_ddp = wrap_model_chunks_with_ddp
-    slices.patch_training(training)
+    sizes.patch_training(training)
     return lambda *given: training.get_model(*given)
 
 
@@ -343,10 +346,10 @@ def test_buckets_are_pieces_unless_the_user_has_chosen_a_size(
 
 def test_a_layout_of_muons_scatters_though_its_configuration_says_so_later() -> None:
     given: dict[str, Any] = {"ddp_config": SimpleNamespace(use_distributed_optimizer=False)}
-    assert not slices._will_scatter(given)
+    assert not sizes._will_scatter(given)
     muon = {**given, "use_layer_wise_distributed_optimizer": True}
-    assert slices._will_scatter({**muon, "use_layer_wise_param_layout": True})
-    assert not slices._will_scatter({**muon, "use_layer_wise_param_layout": False})
+    assert sizes._will_scatter({**muon, "use_layer_wise_param_layout": True})
+    assert not sizes._will_scatter({**muon, "use_layer_wise_param_layout": False})
 
 
 def muons_layout(model: Any, ddp_config: Any, bucket_size: int) -> dict[str, Any]:
@@ -410,7 +413,7 @@ def cut_for_muon(
     training: Any = SimpleNamespace(
         get_model=get_model, wrap_model_chunks_with_ddp=wrap_model_chunks_with_ddp
     )
-    slices.patch_training(training)
+    sizes.patch_training(training)
     config = transformer_config(EP2, "flashmoe")
     (model,) = build_model(config, EP2)
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True)
@@ -419,7 +422,7 @@ def cut_for_muon(
     with pytest.MonkeyPatch.context() as patches:
         variables = SimpleNamespace(_GLOBAL_ARGS=args)
         patches.setitem(sys.modules, "megatron.training.global_vars", variables)
-        patches.setattr(slices.logger, "warning", lambda text, *given: told.append(text % given))
+        patches.setattr(sizes.logger, "warning", lambda text, *given: told.append(text % given))
         wrapped = training.get_model(model, config, ddp_config)
     buckets = [bucket for buffer in wrapped.buffers for bucket in buffer.buckets]
     is_made = ddp_config.use_distributed_optimizer == has_layout

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_megatron.adapters.megatron import multipath as adapter
+from flashmoe_megatron.adapters.megatron.buckets import links as adapter
 from tests.distributed import PATIENCE_S
 from tests.multi_gpu import alternating, multipath, replicas, stock_training
 from tests.multi_gpu.alternating import BLOCK, alternate, turn_of

@@ -11,7 +11,8 @@ import os
 import sys
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron import install, multipath
+from flashmoe_megatron.adapters.megatron import install
+from flashmoe_megatron.adapters.megatron.buckets import links as adapter
 from flashmoe_megatron.multipath import Multipath
 from flashmoe_megatron.run import main
 from flashmoe_megatron.telemetry.totals import LINKS
@@ -33,14 +34,14 @@ def alternate(turns: list[str]) -> None:
     from megatron.training import training
 
     iterations = itertools.count(1)
-    turn, is_on, made = turns[0], multipath._is_on, multipath.Multipath
+    turn, is_on, made = turns[0], adapter._is_on, adapter.Multipath
     by_turn: dict[str, dict[Any, Multipath]] = {one: {} for one in turns}
     train_step = training.train_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal turn
         turn = turn_of(turns, next(iterations))
-        multipath._made = by_turn[turn]
+        adapter._made = by_turn[turn]
         faulthandler.dump_traceback_later(_LONG_S, repeat=True)
         try:
             return train_step(*args, **kwargs)
@@ -52,8 +53,8 @@ def alternate(turns: list[str]) -> None:
         return made(*args, links=links, **kwargs)
 
     training.train_step = counted
-    multipath._is_on = lambda config: turn != "off" and is_on(config)
-    multipath.Multipath = make  # type: ignore[assignment,misc]
+    adapter._is_on = lambda config: turn != "off" and is_on(config)
+    adapter.Multipath = make  # type: ignore[assignment,misc]
 
 
 if __name__ == "__main__":

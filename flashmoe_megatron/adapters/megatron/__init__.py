@@ -14,27 +14,26 @@ from flashmoe_megatron.adapters.patch import when_imported
 __all__ = ["Settings", "configure", "current_settings", "install"]
 
 _PATCHES = (
-    ("core.transformer.transformer_config", "layer", "patch_config"),
+    ("core.transformer.transformer_config", "config.refusals", "patch_config"),
     ("core.transformer.moe.moe_layer", "layer", "patch_layer"),
     ("core.transformer.moe.moe_layer", "early_routing", "patch_route"),
     ("core.transformer.transformer_layer", "early_routing", "patch_transformer_layer"),
     ("core.transformer.moe.experts", "fp8", "patch_experts"),
     ("core.transformer.moe.megakernel.factory", "megakernel", "patch_factory"),
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),
-    ("core.distributed.param_and_grad_buffer", "grad_reduce", "patch_buckets"),
-    ("core.distributed.distributed_data_parallel", "ddp_hooks", "patch_ddp"),
-    ("core.distributed.distributed_data_parallel", "slices", "patch_ddp"),
-    ("core.full_cuda_graph", "graphs", "patch_full_graph"),
+    ("core.distributed.param_and_grad_buffer", "buckets.ddp", "patch_buckets"),
+    ("core.distributed.distributed_data_parallel", "buckets.ddp", "patch_ddp"),
+    ("core.full_cuda_graph", "schedule", "patch_full_graph"),
     ("core.models.gpt.fine_grained_callables", "schedule", "patch_schedule"),
     ("core.models.common.utils", "schedule", "patch_schedule"),
     ("core.datasets.utils", "fixes", "keep_built_helpers"),
     ("training.arguments", "arguments", "patch_arguments"),
-    ("training.checkpointing", "checkpoints", "patch_checkpointing"),
-    ("training.global_vars", "notices", "patch_start"),
+    ("training.checkpointing", "arguments", "patch_checkpointing"),
+    ("training.global_vars", "config.notices", "patch_start"),
     ("training.global_vars", "metrics", "patch_wandb"),
     ("training.training", "metrics", "patch_training"),
-    ("training.training", "slices", "patch_training"),
-    ("training.models.dist_utils", "slices", "patch_builders"),
+    ("training.training", "buckets.sizes", "patch_training"),
+    ("training.models.dist_utils", "buckets.sizes", "patch_builders"),
 )
 """A module of Megatron, and the module here and its function that patch it."""
 

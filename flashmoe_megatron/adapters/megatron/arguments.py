@@ -1,11 +1,23 @@
-"""Adds the flashmoe choice and the ``--flashmoe-*`` flags to Megatron's command line."""
+"""Adds the flashmoe choice and the ``--flashmoe-*`` flags to Megatron's command line.
+
+Megatron saves its arguments in every checkpoint, and tools that convert or serve one build a model
+from them. A model trained with flashmoe has the parameters of one trained with the alltoall
+dispatcher, so that is the dispatcher that the saved arguments name. A user who resumes with
+flashmoe says so again: ``--use-checkpoint-args`` never changes the dispatcher of a command line.
+"""
 
 import argparse
+import copy
 from types import ModuleType
 from typing import Any
 
-from flashmoe_megatron.adapters.megatron.asked import MEGAKERNEL
-from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, FLAG_PREFIX, Settings
+from flashmoe_megatron.adapters.megatron.config.asked import MEGAKERNEL
+from flashmoe_megatron.adapters.megatron.settings import (
+    DISPATCHER_TYPE,
+    FLAG_PREFIX,
+    STOCK_DISPATCHER_TYPE,
+    Settings,
+)
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.config import nearest
 from flashmoe_megatron.errors import ConfigError
@@ -55,15 +67,9 @@ def add_flag_group(parser: argparse.ArgumentParser) -> None:
 
 
 def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Makes a misspelt flag of ours an error that names the nearest one.
+    """Makes a misspelt flag of ours an error that names the nearest one; returns the parser.
 
     It is an error, too, where a script ignores arguments that it does not know.
-
-    Args:
-        parser: Has the flags.
-
-    Returns:
-        The same parser.
     """
     parse, ours = parser.parse_known_args, f"--{FLAG_PREFIX}-"
     flags = [flag for flag in parser._option_string_actions if flag.startswith(ours)]
@@ -90,3 +96,20 @@ def _with_flashmoe(choices: Any) -> Any:
     if choices is None or DISPATCHER_TYPE in choices:
         return choices
     return [*choices, DISPATCHER_TYPE]
+
+
+def patch_checkpointing(checkpointing: ModuleType) -> None:
+    """Changes the dispatcher in the arguments that ``megatron.training.checkpointing`` saves."""
+    patch(checkpointing, "generate_state_dict", _with_stock_dispatcher)
+
+
+def _with_stock_dispatcher(original: Function) -> Function:
+    def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        saved = state.get("args")
+        if getattr(saved, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE:
+            state["args"] = copy.copy(saved)
+            state["args"].moe_token_dispatcher_type = STOCK_DISPATCHER_TYPE
+        return state
+
+    return generate_state_dict

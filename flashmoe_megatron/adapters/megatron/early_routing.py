@@ -11,16 +11,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import (
-    OVERLAP,
-    Asks,
-    graphs_any,
-    is_set,
-    recomputes,
-)
-from flashmoe_megatron.adapters.megatron.forwards import await_parameters
-from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
-from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of
+from flashmoe_megatron.adapters.megatron.buckets.hooks import await_parameters
+from flashmoe_megatron.adapters.megatron.settings import flag_of
+from flashmoe_megatron.adapters.megatron.shape import ROUTED, number_in_model
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 
@@ -36,39 +29,6 @@ def patch_transformer_layer(transformer_layer: ModuleType) -> None:
 def patch_route(moe_layer: ModuleType) -> None:
     """Lets MoE layers take the routing that was found before attention."""
     patch(moe_layer.MoELayer, "route", _early_route)
-
-
-def check_early_routing(config: Any, settings: Settings) -> None:
-    """Refuses early routing where it cannot run once before each layer's attention.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        settings: The user's.
-
-    Raises:
-        ConfigError: The host would settle on replicas within a CUDA graph; or, with pre-run gating,
-            the router would run again in a recomputation, in another micro-batch's turn or in a
-            CUDA graph.
-    """
-    if settings.placement == "lookahead" and graphs_any(config):
-        raise ConfigError(
-            f"{flag_of('placement')} lookahead with CUDA graphs: only hosts know which forward "
-            "uses what was settled on ahead of attention, and no replay asks them; pass "
-            f"{flag_of('placement')} launch"
-        )
-    if not settings.pre_gate:
-        return
-    again: tuple[tuple[Asks, str], ...] = (
-        (recomputes("moe"), "--recompute-modules moe (recompute whole layers instead)"),
-        (is_set(OVERLAP), f"--{OVERLAP.replace('_', '-')}"),
-        (graphs_any, "CUDA graphs"),
-    )
-    for is_asked, flag in again:
-        if is_asked(config):
-            raise ConfigError(
-                f"{flag_of('pre_gate')} with {flag}: the layer's routing is found before its "
-                "attention, once for each forward; leave one of the two out"
-            )
 
 
 def _routing_first(original: Function) -> Function:

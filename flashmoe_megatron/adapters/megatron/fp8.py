@@ -7,6 +7,7 @@ in every call; nothing here changes them.
 import contextlib
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -16,24 +17,22 @@ BFLOAT16_EXPERTS = (
     "routed experts compute in bfloat16; attention, dense layers and shared experts in FP8, as "
     "Transformer Engine does"
 )
-"""What the user of such a run is told."""
+"""Told to the user of such a run."""
 
 _CLASSES = ("SequentialMLP", "TEGroupedMLP", "GroupedMLP")
 """The experts' classes in ``megatron.core.transformer.moe.experts``; releases differ."""
 
+_builds_fused = ContextVar("builds_fused", default=False)
+
 
 def fp8_is_on() -> bool:
-    """Whether Transformer Engine's autocast is on in this call, whoever has entered it."""
+    """Tells whether Transformer Engine's autocast is on in this call."""
     manager = _manager()
     return manager is not None and bool(manager.is_fp8_enabled())
 
 
 def patch_experts(module: ModuleType) -> None:
-    """Lets experts' parameters be made in high precision within :func:`bfloat16_experts`.
-
-    Args:
-        module: ``megatron.core.transformer.moe.experts``.
-    """
+    """Lets experts' parameters be made in high precision within :func:`bfloat16_experts`."""
     for name in _CLASSES:
         if hasattr(module, name):
             patch(getattr(module, name), "__init__", _outside_fp8_parameters)
@@ -45,21 +44,17 @@ def bfloat16_experts() -> Iterator[None]:
 
     Megatron saves FP8 parameters dequantized, so a checkpoint is the same with either.
     """
-    global _builds_fused
-    before, _builds_fused = _builds_fused, True
+    token = _builds_fused.set(True)
     try:
         yield
     finally:
-        _builds_fused = before
-
-
-_builds_fused = False
+        _builds_fused.reset(token)
 
 
 def _outside_fp8_parameters(original: Function) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         manager = _manager()
-        if not _builds_fused or manager is None or not manager.with_fp8_parameters():
+        if not _builds_fused.get() or manager is None or not manager.with_fp8_parameters():
             original(self, *args, **kwargs)
             return
         engine = sys.modules["transformer_engine.pytorch"]
@@ -72,7 +67,7 @@ def _outside_fp8_parameters(original: Function) -> Function:
 
 
 def _manager() -> Any:
-    """Transformer Engine's state of FP8, ``None`` where nobody has imported it."""
+    """Returns Transformer Engine's state of FP8, ``None`` if it has not been imported."""
     for name in ("quantization", "fp8"):  # "fp8" is the older name
         module = sys.modules.get(f"transformer_engine.pytorch.{name}")
         manager = getattr(module, "FP8GlobalStateManager", None)

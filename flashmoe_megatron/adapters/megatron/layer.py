@@ -9,82 +9,110 @@ other ranks of its group, should these have ours.
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from flashmoe_megatron.adapters.megatron.asked import (
-    MEGAKERNEL,
-    OVERLAP,
-    ROW_BOUND,
-    SHARED_OVERLAP,
-    is_megakernel,
-)
+from flashmoe_megatron.adapters.megatron.config.asked import OVERLAP, is_megakernel
+from flashmoe_megatron.adapters.megatron.config.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.fp8 import bfloat16_experts
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
+from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     STOCK_DISPATCHER_TYPE,
     current_settings,
 )
+from flashmoe_megatron.adapters.megatron.shape import ROUTED, number_in_model
 from flashmoe_megatron.adapters.patch import Function, patch
 
-ROUTED = "flashmoe_routed_experts"
-"""Attribute of a layer that runs on flashmoe."""
 
+class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
+    """Remembers a call's routing for the fused layer, which moves the tokens itself.
 
-def patch_config(transformer_config: ModuleType) -> None:
-    """Refuses, when a configuration is made, what flashmoe cannot honour."""
-    patch(transformer_config.TransformerConfig, "__post_init__", _checked_post_init)
+    Inside :meth:`fused` its first and its last step hand the tokens on in the shape that they have;
+    the steps between are not called. Outside, all six steps are those of Megatron's alltoall
+    dispatcher, for whoever calls them one by one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # What a CUDA graph of the first step hands on besides tokens and probabilities.
+        self.cudagraph_attrs = ["routing_map"]
+        self.routing_map: torch.Tensor | None = None
+        self._is_fused = False
+
+    @contextlib.contextmanager
+    def fused(self) -> Iterator[None]:
+        """Makes the first and the last step those of the fused layer."""
+        self._is_fused = True
+        try:
+            yield
+        finally:
+            self._is_fused = False
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Remembers the routing of a call.
+
+        Args:
+            hidden_states: ``[..., hidden]``.
+            routing_map: ``[num_tokens, num_experts]`` bool.
+            probs: ``[num_tokens, num_experts]``.
+
+        Returns:
+            Tokens and probabilities as they are.
+        """
+        if self._is_fused:
+            self.routing_map = routing_map
+            return hidden_states, probs
+        result: tuple[torch.Tensor, torch.Tensor] = super().dispatch_preprocess(
+            hidden_states, routing_map, probs
+        )
+        return result
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hands the layer's output on."""
+        if self._is_fused:
+            return hidden_states
+        result: torch.Tensor = super().combine_postprocess(hidden_states)
+        return result
+
+    def start_shared(self, hidden_states: torch.Tensor) -> None:
+        """Puts the shared expert on its own stream, if ``--moe-shared-expert-overlap`` is on.
+
+        Megatron's own dispatchers put its parts between the steps of their communication.
+
+        Args:
+            hidden_states: ``[..., hidden]``.
+        """
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+            self.shared_experts.linear_fc1_forward_and_act()
+            self.shared_experts.linear_fc2_forward()
+            self.shared_experts.post_forward_comm()
+
+    def add_shared(self, output: torch.Tensor) -> torch.Tensor:
+        """Adds what :meth:`start_shared` has put on that stream; waits for it there."""
+        if self.shared_experts is not None:
+            output = output + self.shared_experts.get_output()
+        return output
 
 
 def patch_layer(moe_layer: ModuleType) -> None:
     """Wraps the methods of ``MoELayer`` that lie between its router and its output."""
     patch(moe_layer.MoELayer, "__init__", _flashmoe_init)
-    patch(moe_layer.MoELayer, "preprocess", _fused_step)
-    patch(moe_layer.MoELayer, "dispatch", _identity)
-    patch(moe_layer.MoELayer, "routed_experts_compute", _fused_compute)
-    patch(moe_layer.MoELayer, "combine", _identity)
-    patch(moe_layer.MoELayer, "postprocess", _fused_step)
-
-
-def _checked_post_init(original: Function) -> Function:
-    def post_init(self: Any) -> None:
-        is_ours = self.moe_token_dispatcher_type == DISPATCHER_TYPE or is_megakernel(self)
-        if is_ours and self.num_moe_experts:
-            from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
-
-            refuse(self, CONFIG_REFUSALS)
-            shown: dict[str, Any] = {ROW_BOUND: None}
-            if is_megakernel(self):
-                shown[MEGAKERNEL] = None  # its checks are of one backend's limits
-            elif getattr(self, OVERLAP, False) or getattr(self, SHARED_OVERLAP, False):
-                shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
-            with _showing(self, shown):
-                original(self)
-        else:
-            original(self)
-
-    return post_init
-
-
-@contextlib.contextmanager
-def _showing(config: Any, shown: dict[str, Any]) -> Iterator[None]:
-    """Shows Megatron's checks other values of settings that they allow its own dispatchers alone.
-
-    Settings that a release does not know are left alone.
-    """
-    held = {name: getattr(config, name) for name in shown if hasattr(config, name)}
-    for name in held:
-        setattr(config, name, shown[name])
-    try:
-        yield
-    finally:
-        for name, value in held.items():
-            setattr(config, name, value)
+    patch(moe_layer.MoELayer, "preprocess", _fused(_with_whole_tokens))
+    patch(moe_layer.MoELayer, "dispatch", _fused(_hand_on))
+    patch(moe_layer.MoELayer, "routed_experts_compute", _fused(_compute))
+    patch(moe_layer.MoELayer, "combine", _fused(_hand_on))
+    patch(moe_layer.MoELayer, "postprocess", _fused(_with_whole_tokens))
 
 
 def _flashmoe_init(original: Function) -> Function:
@@ -98,12 +126,6 @@ def _flashmoe_init(original: Function) -> Function:
                 original(self, *args, **kwargs)
             tell_dispatcher(getattr(self, "ep_group", None), config.moe_token_dispatcher_type)
             return
-        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-        from flashmoe_megatron.adapters.megatron.dispatcher import FlashMoETokenDispatcher
-        from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
-        from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
-
         # A configuration can be changed after it was made, so it is checked again.
         refuse(config, CONFIG_REFUSALS)
         if getattr(config, OVERLAP, False):
@@ -129,54 +151,50 @@ def _flashmoe_init(original: Function) -> Function:
     return init
 
 
-def _fused_step(original: Function) -> Function:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, ROUTED):
-            return original(self, *args, **kwargs)
-        with self.token_dispatcher.fused():
-            return original(self, *args, **kwargs)
+def _fused(step: Function) -> Callable[[Function], Function]:
+    """Makes a step of MoELayer another one in layers that run on flashmoe.
 
-    return step
-
-
-def _identity(original: Function) -> Function:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(self, ROUTED):
-            return original(self, *args, **kwargs)
-        tensors = (*args, *kwargs.values())
-        return tensors[0] if len(tensors) == 1 else tensors
-
-    return step
-
-
-def _fused_compute(original: Function) -> Function:
-    def routed_experts_compute(
-        self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not hasattr(self, ROUTED):
-            return original(self, hidden_states, probs, *args, **kwargs)
-        routed, dispatcher = getattr(self, ROUTED), self.token_dispatcher
-        dispatcher.start_shared(hidden_states)
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        output = routed(
-            tokens,
-            probs,
-            dispatcher.routing_map,
-            layer=number_in_model(self),
-            experts=self.experts,
-        )
-        return dispatcher.add_shared(output.view(hidden_states.shape)), None
-
-    return routed_experts_compute
-
-
-def number_in_model(layer: Any) -> int:
-    """A layer's number from 0, as Megatron's own metrics have it; 0 if nobody has set it.
-
-    Layers of multi-token prediction follow the decoder's. From Megatron-Core 0.17 on they are
-    marked and begin at 1 again.
+    Args:
+        step: Gets the layer, Megatron's own step, and what that would get.
     """
-    number = int(layer.layer_number or 1) - 1
-    if getattr(layer, "is_mtp_layer", False):
-        number += int(layer.config.num_layers)
-    return number
+
+    def make(original: Function) -> Function:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(self, ROUTED):
+                return original(self, *args, **kwargs)
+            return step(self, original, *args, **kwargs)
+
+        return run
+
+    return make
+
+
+def _with_whole_tokens(layer: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
+    with layer.token_dispatcher.fused():
+        return original(layer, *args, **kwargs)
+
+
+def _hand_on(layer: Any, original: Function, *args: Any, **kwargs: Any) -> Any:
+    tensors = (*args, *kwargs.values())
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _compute(
+    layer: Any,
+    original: Function,
+    hidden_states: torch.Tensor,
+    probs: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    routed, dispatcher = getattr(layer, ROUTED), layer.token_dispatcher
+    dispatcher.start_shared(hidden_states)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    output = routed(
+        tokens,
+        probs,
+        dispatcher.routing_map,
+        layer=number_in_model(layer),
+        experts=layer.experts,
+    )
+    return dispatcher.add_shared(output.view(hidden_states.shape)), None

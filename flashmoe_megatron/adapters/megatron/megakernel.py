@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from flashmoe_megatron.adapters.megatron.asked import OVERLAP, is_megakernel
-from flashmoe_megatron.adapters.megatron.refusals import CONFIG_REFUSALS, refuse
+from flashmoe_megatron.adapters.megatron.config.asked import OVERLAP, is_megakernel
+from flashmoe_megatron.adapters.megatron.config.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, flag_of
 from flashmoe_megatron.adapters.patch import Function, patch
@@ -112,7 +112,7 @@ def _check_settings(settings: Settings) -> None:
 
 
 def _refusal(flag: str, interface: str) -> ConfigError:
-    """What is said of a flag for which the interface, for what it does, has no place."""
+    """Makes the error for a flag that this interface cannot honour."""
     return ConfigError(
         f"{flag} cannot be honoured behind the megakernel interface, which {interface}: use "
         "--moe-token-dispatcher-type flashmoe"
@@ -120,11 +120,7 @@ def _refusal(flag: str, interface: str) -> ConfigError:
 
 
 def patch_factory(module: ModuleType) -> None:
-    """Adds our backend to NVIDIA's factory.
-
-    Args:
-        module: ``megatron.core.transformer.moe.megakernel.factory``.
-    """
+    """Adds our backend to NVIDIA's factory."""
     patch(module, "build_megakernel_backend", _build)
     patch(module, "prepare_megakernel_shared_expert_config", _as_it_is)
     patch(module, "megakernel_shared_expert_init_context", _no_context)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.megatron.layer import ROUTED
-from flashmoe_megatron.adapters.megatron.multipath import take_link_totals
-from flashmoe_megatron.adapters.megatron.notices import has_logger, is_served
+from flashmoe_megatron.adapters.megatron.buckets.links import take_link_totals
+from flashmoe_megatron.adapters.megatron.config.asked import has_logger, is_served
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
+from flashmoe_megatron.adapters.megatron.shape import ROUTED
 from flashmoe_megatron.adapters.metrics import (
     FILE_NAME,
     OwnRecords,
@@ -92,7 +92,7 @@ class MoEMetrics:
             self._reporter.step(iteration, now=iteration - 1, is_last=is_last)
 
     def _start(self) -> Reporter | None:
-        """What reports, ``None`` if nobody wants any metric. Collective over all ranks."""
+        """Makes the reporter, ``None`` if no metric is wanted. Collective over all ranks."""
         world = dist.group.WORLD if dist.is_initialized() else None
         Ranks(world).check_same({"metrics": self._names, "interval": self._interval})
         if not self._chosen:
@@ -236,7 +236,7 @@ class _ScriptMetrics:
 
 
 def _folder(args: Any) -> Path:
-    """The folder in which a run keeps what it logs."""
+    """Returns the folder for the logs of a run."""
     names = ("wandb_save_dir", "save", "tensorboard_dir")
     given = (getattr(args, name, None) for name in names)
     return Path(next((folder for folder in given if folder), "."))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import offloads
+from flashmoe_megatron.adapters.megatron.config.asked import offloads
 from flashmoe_megatron.adapters.megatron.settings import flag_of
 from flashmoe_megatron.autograd import OnSaved
 from flashmoe_megatron.config import Keep
@@ -24,16 +24,7 @@ Launch = Callable[[torch.Tensor, OnSaved | None], torch.Tensor]
 
 
 def run_offloaded(config: Any, x: torch.Tensor, launch: Launch) -> torch.Tensor:
-    """Launches a layer; what it saves goes to the host's memory, as far as a configuration asks.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        x: ``[num_tokens, hidden]``.
-        launch: The launch.
-
-    Returns:
-        ``[num_tokens, hidden]``.
-    """
+    """Launches a layer, and moves the tensors that it saves to the host's memory if asked to."""
     modules = [module for module in _SAVED_AS if offloads(module)(config)]
     if not modules:
         return launch(x, None)
@@ -63,12 +54,7 @@ def run_offloaded(config: Any, x: torch.Tensor, launch: Launch) -> torch.Tensor:
 
 
 def unused_modules(config: Any, keep: Keep) -> Iterator[str]:
-    """What a configuration wants offloaded and a layer has not kept, a sentence each.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        keep: What the layer's forwards keep.
-    """
+    """Yields a sentence for each module to be offloaded whose input the layer does not keep."""
     kept = {"all": _SAVED_AS, "preactivations": ("moe_act",), "inputs": ()}[keep]
     for module in _SAVED_AS:
         if offloads(module)(config) and module not in kept:

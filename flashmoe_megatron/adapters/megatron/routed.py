@@ -15,22 +15,21 @@ from flashmoe_megatron.adapters.experts import (
     read_calibration,
     shared_backends,
 )
-from flashmoe_megatron.adapters.megatron.asked import (
+from flashmoe_megatron.adapters.megatron.buckets.hooks import ExpertHooks
+from flashmoe_megatron.adapters.megatron.buckets.state import BUCKETS
+from flashmoe_megatron.adapters.megatron.config.asked import (
     expert_tensor_size,
     expert_width,
 )
-from flashmoe_megatron.adapters.megatron.ddp_hooks import ExpertHooks
-from flashmoe_megatron.adapters.megatron.early_routing import check_early_routing
-from flashmoe_megatron.adapters.megatron.forwards import (
-    check_forwards,
-    check_not_replaced,
-    stand_in_for_forwards,
+from flashmoe_megatron.adapters.megatron.config.computation import compute_dtype
+from flashmoe_megatron.adapters.megatron.config.notices import ignored_settings
+from flashmoe_megatron.adapters.megatron.config.refusals import (
+    SCRIPT_REFUSALS,
+    check_early_routing,
+    refuse,
 )
 from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
-from flashmoe_megatron.adapters.megatron.grad_reduce import note_backward
-from flashmoe_megatron.adapters.megatron.ignored import ignored_settings
 from flashmoe_megatron.adapters.megatron.offload import run_offloaded, unused_modules
-from flashmoe_megatron.adapters.megatron.refusals import SCRIPT_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
     current_settings,
@@ -39,12 +38,11 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.megatron.shape import (
     check_graph,
-    compute_dtype,
     moe_config,
     resolve_max_tokens,
     with_config,
 )
-from flashmoe_megatron.adapters.megatron.weights import HeldWeights
+from flashmoe_megatron.adapters.megatron.weights import HeldExperts
 from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.call import Backend, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
@@ -104,10 +102,8 @@ class RoutedExperts(LayerExperts):
         self._config = config
         self._experts = experts
         self._group = group
-        self._weights = HeldWeights(experts, hidden=expert_width(config))
-        self._weights.read()
+        self._held = HeldExperts(experts, hidden=expert_width(config))
         self._hooks: ExpertHooks | None = None
-        self._classes = check_forwards(experts)
         self.calibration: Calibration | None = None
         self._settings = with_config(config, current_settings())
         check_early_routing(config, self._settings)
@@ -151,7 +147,7 @@ class RoutedExperts(LayerExperts):
         ) -> torch.Tensor:
             with Together(backend):  # made by now for as many tokens as all ranks have
                 if experts is not None:
-                    check_not_replaced(experts, self._experts)
+                    self._held.check_not_replaced(experts)
                 weights = self._checked_weights()
                 main_grads = self._main_grads(weights)
 
@@ -164,7 +160,7 @@ class RoutedExperts(LayerExperts):
                     weights,
                     accumulate_into_main_grad=bool(self._config.gradient_accumulation_fusion),
                     layer=number,
-                    after_backward=functools.partial(note_backward, backend),
+                    after_backward=functools.partial(BUCKETS.note_backward, backend),
                     on_saved=on_saved,
                     main_grads=main_grads,
                 )
@@ -174,8 +170,7 @@ class RoutedExperts(LayerExperts):
         return self.run(x, probs, compute)
 
     def _checked_weights(self) -> ExpertWeights:
-        """The experts' weights, where these still compute what the layer was built for."""
-        stand_in_for_forwards(self._experts, self._classes)
+        """Returns the experts' weights, if these still compute what the layer was built for."""
         if (
             self._config.moe_pad_expert_input_to_capacity
             and not self.backend.config.skip_zero_probs
@@ -184,7 +179,7 @@ class RoutedExperts(LayerExperts):
                 "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
                 "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
             )
-        return self._weights.read()
+        return self._held.read()
 
     def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
         """Settles on the replicas of the next call. Collective over the group.
@@ -196,16 +191,11 @@ class RoutedExperts(LayerExperts):
         backend = self.follow_group()
         self.layer, self.is_training = layer, self._experts.training
         if isinstance(backend, LooksAhead):  # no other is made with lookahead
-            backend.settle(routing_map, self._read_weights_ahead, layer=self.launch_number())
-
-    def _read_weights_ahead(self) -> ExpertWeights:
-        """The experts' weights, behind what their pre-hooks have the current stream wait for."""
-        stand_in_for_forwards(self._experts, self._classes)
-        return self._weights.read()
+            backend.settle(routing_map, self._held.read, layer=self.launch_number())
 
     @property
     def is_trained(self) -> bool:
-        """Whether any of the experts' parameters gets a gradient; a teacher's do not."""
+        """Tells whether any of the experts' parameters gets a gradient; a teacher's do not."""
         return any(parameter.requires_grad for parameter in self._experts.parameters())
 
     def _main_grads(self, weights: ExpertWeights) -> ExpertHooks | None:
@@ -222,11 +212,11 @@ class RoutedExperts(LayerExperts):
         return self._hooks
 
     def allow_more(self, num_tokens: int) -> str:
-        """See :meth:`LayerExperts.allow_more`."""
+        """Names the flag that bounds tokens."""
         return f"pass {flag_of('max_tokens')} {num_tokens} or more on every rank"
 
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
-        """See :meth:`LayerExperts.locate`; where nobody says a bound, the ranks agree on one."""
+        """Reads the shape and finds the backends; without a bound, the ranks agree on one."""
         max_tokens = resolve_max_tokens(self._config, self._settings)
         check_graph(self._config, self._settings, max_tokens)
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
@@ -301,15 +291,12 @@ _UNBOUNDED = (
 
 
 def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
-    """One line on the backend, the layer's shape and what capacity becomes.
+    """Describes the backend, the layer's shape and its capacity in one line.
 
     Args:
         backend: Computes the layer.
         config: Megatron's TransformerConfig.
-        is_bounded: Whether anybody has said how many tokens there are at most.
-
-    Returns:
-        The line.
+        is_bounded: A bound of tokens was given.
     """
     shape = backend.config
     names = {ReferenceBackend: "reference", ScheduledBackend: "scheduled"}

@@ -1,11 +1,16 @@
-"""Keeps what a launch needs in Megatron's schedule of one forward beside one backward.
+"""Keeps what a launch needs where Megatron's schedule or a graph of an iteration runs it.
 
 With ``--overlap-moe-expert-parallel-comm`` a layer is four nodes: attention and routing, dispatch,
 experts, combine. The launch is the node of the experts, and the nodes around it hand on what they
 get. Megatron frees the storage of a node's inputs behind its forward, for its own dispatchers have
 copied them by then; here they are what the launch reads, and what its backward reads again.
+
+A launch looks for the faults of those before it. In a graph's replay nothing of the layer runs on
+the CPU, which therefore looks before each replay and after it. Nor does a replay find out that the
+experts' process group has been destroyed, so that the graph is dropped with the group.
 """
 
+import functools
 import importlib
 from types import ModuleType
 from typing import Any
@@ -13,9 +18,12 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.forwards import with_all_below
+from flashmoe_megatron.adapters.megatron.routed import live_experts
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
 from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.kernel.captured import Drop, dropped_by
 
 _FREES = "should_free_input"
 """Megatron's answer to whether a node frees its inputs; its module depends on the release."""
@@ -36,9 +44,6 @@ def reduce_gradients(experts: torch.nn.Module) -> None:
 
     Their weights' gradients are there by then: the launch has added them. But Transformer Engine
     has marked the weights, so that Megatron's DDP waits for this call to reduce them.
-
-    Args:
-        experts: The ``experts`` of a MoELayer.
     """
     for module in reversed(with_all_below(experts)):  # fc2's gradients were complete first
         for hook in getattr(module, "wgrad_accumulation_and_reduce_hooks", ()):
@@ -71,3 +76,40 @@ def _keep_inputs(original: Function) -> Function:
         return bool(original(name, is_moe, config, *more, **options))
 
     return should_free_input
+
+
+def patch_full_graph(module: ModuleType) -> None:
+    """Makes the wrapper of an iteration raise what the experts' launches have found."""
+    wrapper = module.FullCudaGraphWrapper
+    drop = functools.partial(_drop_graphs, wrapper)
+    patch(wrapper, "__call__", lambda original: _raise_faults(original, drop))
+
+
+def _drop_graphs(wrapper: Any) -> None:
+    """Has Megatron capture its graphs again, after the iterations with which it warms up."""
+    for stage, graph in wrapper.cuda_graph.items():
+        if graph is not None:
+            graph.reset()
+            wrapper.cuda_graph[stage] = wrapper.result[stage] = None
+            wrapper.curr_iteration[stage] = 0
+
+
+def _raise_faults(original: Function, drop: Drop) -> Function:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        end_destroyed()
+        _raise_pending()
+        with dropped_by(drop):
+            result = original(self, *args, **kwargs)
+        if any(routed.backend.config.num_ranks > 1 for routed in live_experts()):
+            # Every rank's host hears of a fault here, before it steps, or some would an iteration
+            # later. It waits for the norm of gradients soon anyway.
+            torch.cuda.current_stream().synchronize()
+        _raise_pending()
+        return result
+
+    return call
+
+
+def _raise_pending() -> None:
+    for routed in live_experts():
+        routed.backend.raise_pending_fault()

@@ -1,4 +1,4 @@
-"""What a user chooses for the flashmoe dispatcher, from the command line or from code.
+"""Settings of the flashmoe dispatcher, chosen on the command line or in code.
 
 Needs nothing of Megatron; reads its parsed arguments where a training script has some.
 """
@@ -63,7 +63,7 @@ class Settings(FrameworkOptions):
     )
 
     def backend_options(self) -> dict[str, Any]:
-        """See the base class; the timeout is the script's where none was given."""
+        """Gives the options of a backend, with the script's timeout where none was chosen."""
         given = super().backend_options()
         if self.timeout is None:
             given["timeout"] = _script_timeout()
@@ -76,7 +76,7 @@ class Settings(FrameworkOptions):
 
 
 def _script_timeout() -> float:
-    """How long Megatron's own exchanges wait for a rank, in seconds.
+    """Returns how long Megatron's own exchanges wait for a rank, in seconds.
 
     The kernel has to wait as long, since a rank may be busy writing a profile.
     """
@@ -122,7 +122,7 @@ def configure(**options: Any) -> Settings:
 
 
 def current_settings() -> Settings:
-    """What was chosen in code, else on the command line, else the defaults."""
+    """Returns the settings from code, else from the command line, else the defaults."""
     if _chosen is not None:
         return _chosen
     return Settings(**read_flags(megatron_args(), Settings, FLAG_PREFIX))

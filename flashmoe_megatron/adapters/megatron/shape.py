@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.activations import activation_of_experts
-from flashmoe_megatron.adapters.megatron.asked import (
+from flashmoe_megatron.adapters.megatron.config.asked import (
     INTERLEAVE,
     ROW_BOUND,
     clamp_value,
@@ -16,9 +15,25 @@ from flashmoe_megatron.adapters.megatron.asked import (
     number,
     recomputes_layers,
 )
+from flashmoe_megatron.adapters.megatron.config.computation import activation_of_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
+
+ROUTED = "flashmoe_routed_experts"
+"""Attribute of a MoE layer that runs on flashmoe: its routed experts."""
+
+
+def number_in_model(layer: Any) -> int:
+    """A layer's number from 0, as Megatron's own metrics have it; 0 if none is set.
+
+    Layers of multi-token prediction follow the decoder's. From Megatron-Core 0.17 on they are
+    marked and begin at 1 again.
+    """
+    number = int(layer.layer_number or 1) - 1
+    if getattr(layer, "is_mtp_layer", False):
+        number += int(layer.config.num_layers)
+    return number
 
 
 def moe_config(
@@ -26,14 +41,7 @@ def moe_config(
 ) -> MoEConfig:
     """Reads a layer's shape from a TransformerConfig that was not refused.
 
-    Args:
-        config: Megatron's TransformerConfig.
-        experts: The layer's ``experts`` module, which may hold an activation of its own.
-        num_ranks: Ranks of the layer's expert-parallel group.
-        max_tokens: Most tokens of one rank and call.
-
-    Returns:
-        The shape.
+    The layer's ``experts`` may hold an activation of their own.
 
     Raises:
         ConfigError: A size cannot be honoured, or the activation is unknown.
@@ -54,16 +62,6 @@ def moe_config(
     )
 
 
-def compute_dtype(config: Any) -> torch.dtype:
-    """The dtype of parameters and tokens once Megatron has wrapped the model in Float16Module."""
-    if config.bf16:
-        return torch.bfloat16
-    if config.fp16:
-        return torch.float16
-    dtype: torch.dtype = config.params_dtype
-    return dtype
-
-
 def _interleave(config: Any, experts: torch.nn.Module) -> int:
     """Rows of the blocks in fc1, which Megatron's sequential experts do not have."""
     if hasattr(experts, "local_experts"):
@@ -72,7 +70,7 @@ def _interleave(config: Any, experts: torch.nn.Module) -> int:
 
 
 def _pads_to_capacity(config: Any) -> bool:
-    """Whether routes of probability 0 may fill experts up, be it in decoding alone."""
+    """Tells whether routes of probability 0 may fill experts up, be it in decoding alone."""
     in_decoding = "moe_pad_experts_for_cuda_graph_inference"
     # The configuration has this from Megatron-Core 0.17 on, before it is the script's.
     decoding = (getattr(owner, in_decoding, False) for owner in (config, megatron_args()))
@@ -82,17 +80,9 @@ def _pads_to_capacity(config: Any) -> bool:
 def tokens_per_rank(
     config: Any, *, seq_length: int, micro_batch_size: int, context_parallel_size: int
 ) -> int:
-    """Tokens that one rank's MoE layer sees in one call.
+    """Counts the tokens that one rank's MoE layer sees in one call.
 
-    Args:
-        config: Megatron's TransformerConfig; with sequence parallelism its tensor-parallel ranks
-            share a sequence.
-        seq_length: Tokens of one sequence.
-        micro_batch_size: Sequences of one call.
-        context_parallel_size: Ranks that share a sequence's context.
-
-    Returns:
-        The number of tokens.
+    With sequence parallelism tensor-parallel ranks share a sequence, and context-parallel ranks do.
     """
     shards = context_parallel_size
     if config.sequence_parallel:
@@ -101,16 +91,10 @@ def tokens_per_rank(
 
 
 def with_config(config: Any, settings: Settings) -> Settings:
-    """The settings with what follows from Megatron's configuration.
+    """Completes the user's settings by what follows from Megatron's configuration.
 
-    Args:
-        config: Megatron's TransformerConfig that was not refused; the budget of rows per rank of
-            Megatron's own dispatchers is our row bound, and a layer that is computed again as a
-            whole right before its backward saves nothing by keeping less.
-        settings: The user's.
-
-    Returns:
-        The settings.
+    The budget of rows per rank of Megatron's own dispatchers is our row bound, and a layer that is
+    computed again as a whole right before its backward saves nothing by keeping less.
 
     Raises:
         ConfigError: The two contradict each other.
@@ -130,11 +114,6 @@ def with_config(config: Any, settings: Settings) -> Settings:
 
 def check_graph(config: Any, settings: Settings, max_tokens: int | None) -> None:
     """Refuses a CUDA graph of the whole iteration where the host has to wait in every call.
-
-    Args:
-        config: Megatron's TransformerConfig that was not refused.
-        settings: The user's, with the row bound.
-        max_tokens: Most tokens of one rank and call, ``None`` if the ranks agree in every call.
 
     Raises:
         ConfigError: There is no row bound, or no bound of tokens.
@@ -158,16 +137,9 @@ def check_graph(config: Any, settings: Settings, max_tokens: int | None) -> None
 
 
 def resolve_max_tokens(config: Any, settings: Settings) -> int | None:
-    """The bound from the settings, else from the script; ``None`` if nobody says.
+    """Returns the most tokens of one rank and call by the settings, else by the script, if known.
 
     A script may train and generate, as reinforcement learning does: then the larger bound holds.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        settings: The user's.
-
-    Returns:
-        Most tokens of one rank and call.
     """
     if settings.max_tokens is not None:
         return settings.max_tokens

@@ -1,4 +1,4 @@
-"""Reads the weights of Megatron's expert modules, which keep owning them."""
+"""Reads the weights of Megatron's expert modules, which keep owning them and compute nothing."""
 
 import functools
 import operator
@@ -6,26 +6,74 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.forwards import Classes, classes_of, name_of, with_all_below
+from flashmoe_megatron.adapters.megatron.buckets.hooks import await_parameters, waits_for_parameters
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.touched import find_touched
 from flashmoe_megatron.weights import ExpertWeights, WrappedWeights
 
+_STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
+"""Packages whose classes compute with the parameters they own; torch's are the containers."""
 
-class HeldWeights:
-    """A layer's experts, whose structure is looked at again only where they have other parameters.
+
+class HeldExperts:
+    """Holds a layer's experts: launches take their weights, and no forward of theirs is called.
+
+    What a conversion (quantization, LoRA, sparsity) or a hook puts into a forward would be lost
+    without a word, so that it is refused. Classes and structure are looked at again only where
+    modules or parameters are others.
 
     Args:
         experts: As :func:`expert_weights` takes them.
         hidden: The model's width.
+
+    Raises:
+        ConfigError: Their structure is not known, a class or a ``forward`` is not Megatron's, or
+            there are hooks around a forward or a backward, but for those of Megatron's DDP; names
+            the module.
     """
 
     def __init__(self, experts: torch.nn.Module, *, hidden: int) -> None:
         self._experts = experts
         self._hidden = hidden
+        self._classes: Classes = ()
         self._held: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
         self._weights: ExpertWeights | None = None
+        self._read()
+        self._check_modules()
+
+    def check_not_replaced(self, experts: torch.nn.Module) -> None:
+        """Refuses another module, such as a wrapper, in the place of the experts at the start."""
+        if experts is not self._experts:
+            _refuse(experts, experts, "was put there after the layer was built")
 
     def read(self) -> ExpertWeights:
-        """The experts' weights, see :func:`expert_weights`."""
+        """Does what calling the experts would do before computing, and returns their weights.
+
+        With ``--overlap-param-gather`` Megatron waits for the all-gather of a module's parameters
+        in the module's forward pre-hooks. These are called, as often as a module would be.
+
+        Raises:
+            ConfigError: As when this was made, if anything has changed since.
+        """
+        for module in self._check_modules():
+            await_parameters(module)
+        return self._read()
+
+    def _check_modules(self) -> list[torch.nn.Module]:
+        """Refuses modules that would compute something else; returns those that have hooks."""
+        modules = with_all_below(self._experts)
+        classes = classes_of(modules)
+        if classes != self._classes:
+            for module in modules:
+                _check_class(module, self._experts)
+            self._classes = classes
+        touched = find_touched(modules)
+        for module in touched:
+            _check_hooks(module, self._experts)
+        return touched
+
+    def _read(self) -> ExpertWeights:
         if self._weights is not None and self._is_same():
             return self._weights
         self._weights = None
@@ -52,6 +100,35 @@ class HeldWeights:
                 (experts.linear_fc1, experts.linear_fc2), self._held, strict=True
             )
         )
+
+
+def _check_class(module: torch.nn.Module, experts: torch.nn.Module) -> None:
+    cls = type(module)
+    if not cls.__module__.startswith(_STOCK):
+        _refuse(module, experts, f"is of class {cls.__module__}.{cls.__qualname__}")
+
+
+def _check_hooks(module: torch.nn.Module, experts: torch.nn.Module) -> None:
+    for hook in module._forward_pre_hooks.values():
+        if not waits_for_parameters(hook):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            _refuse(
+                module, experts, f"has a forward pre-hook of others than Megatron's DDP ({name})"
+            )
+    if module._forward_hooks:
+        _refuse(module, experts, "has forward hooks")
+    if module._backward_hooks or module._backward_pre_hooks:
+        _refuse(module, experts, "has backward hooks")
+    if "forward" in module.__dict__:
+        _refuse(module, experts, "has a forward of its own")
+
+
+def _refuse(module: torch.nn.Module, experts: torch.nn.Module, problem: str) -> None:
+    raise ConfigError(
+        f"{name_of(module, experts)} ({type(module).__name__}) {problem}, which would not be "
+        "called; wanted an unchanged module of Megatron-Core or Transformer Engine: convert no "
+        "experts (quantization, LoRA, sparsity) and hook none, or use the alltoall dispatcher"
+    )
 
 
 def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
@@ -146,7 +223,7 @@ def _num_gemms(linear: Any) -> int:
 
 @functools.cache
 def _names(kind: str, count: int) -> tuple[str, ...]:
-    """What Transformer Engine calls the weights or biases of all experts."""
+    """Returns Transformer Engine's names of the weights or biases of all experts."""
     return tuple(f"{kind}{index}" for index in range(count))
 
 
@@ -166,7 +243,7 @@ def _numbered_biases(linear: Any, owner: str) -> tuple[torch.Tensor, ...]:
 
 
 def _tensor_of(module: Any, name: str) -> Any:
-    """What ``getattr`` gives, which looks last where parameters are: this runs before a launch."""
+    """Is ``getattr`` that looks first where parameters are: this runs before each launch."""
     held = module._parameters
     return held[name] if name in held else getattr(module, name, None)
 
@@ -210,6 +287,6 @@ def _biases(places: list[tuple[Any, str]], owner: str) -> tuple[torch.Tensor, ..
 
 
 def _has_bias(linear: Any, name: str) -> bool:
-    """Whether there is one; Transformer Engine puts an empty tensor where there is none."""
+    """Tells whether there is one; Transformer Engine puts an empty tensor where there is none."""
     bias = _tensor_of(linear, name)
     return isinstance(bias, torch.Tensor) and bias.numel() > 0

@@ -1,14 +1,30 @@
-"""Says once, at the start of Megatron's script, what was asked for and does nothing."""
+"""Says once what was asked for and does nothing with the flashmoe dispatcher.
+
+Settings of a TransformerConfig that change nothing are told when the first MoE layer is built: the
+result is what was asked for all the same, for the layer does it in any case or has no use for it.
+Arguments of Megatron's script are told when it has set them.
+"""
 
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.asked import expert_tensor_size, is_megakernel, number
+from flashmoe_megatron.adapters.megatron.config.asked import (
+    Asks,
+    expert_tensor_size,
+    has_logger,
+    is_megakernel,
+    is_served,
+    is_set,
+    number,
+    recomputes,
+    recomputes_layers,
+)
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     FLAG_PREFIX,
@@ -20,6 +36,60 @@ from flashmoe_megatron.config import DEFAULT_RESERVED_SMS
 from flashmoe_megatron.options import read_flags
 
 logger = logging.getLogger("flashmoe_megatron")
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """One setting that is accepted and chooses nothing.
+
+    Attributes:
+        name: Field of TransformerConfig.
+        flag: The flag as the user writes it.
+        is_asked: Whether a configuration asks for it.
+        why: A sentence without a full stop.
+    """
+
+    name: str
+    flag: str
+    is_asked: Asks
+    why: str
+
+
+IGNORED: tuple[Ignored, ...] = (
+    Ignored(
+        "recompute_modules",
+        "--recompute-modules moe_act",
+        recomputes("moe_act"),
+        "no forward keeps the activation, every backward computes it again",
+    ),
+    *(
+        Ignored(
+            name,
+            "--" + name.replace("_", "-"),
+            is_set(name),
+            "an expert's rows begin at a multiple of 128 in any case",
+        )
+        # Megatron sets the first one where it is given the second.
+        for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+    ),
+)
+"""The user hears of each when the first MoE layer is built."""
+
+
+def ignored_settings(config: Any, settings: Settings) -> Iterator[str]:
+    """Yields a sentence for each setting of a model that is accepted and changes nothing."""
+    for ignored in IGNORED:
+        if ignored.is_asked(config):
+            yield (
+                f"{ignored.flag} changes nothing with --moe-token-dispatcher-type "
+                f"{DISPATCHER_TYPE}: {ignored.why}"
+            )
+    if settings.keep not in ("auto", "all") and recomputes_layers(config):
+        yield (
+            f"{flag_of('keep')} {settings.keep} costs time in every layer and saves memory in one "
+            "at a time, since Megatron computes the whole layer again right before its backward: "
+            f"leave out {flag_of('keep')} or the recomputation"
+        )
 
 
 def patch_start(global_vars: ModuleType) -> None:
@@ -38,20 +108,8 @@ def patch_start(global_vars: ModuleType) -> None:
     patch(global_vars, "set_global_variables", make)
 
 
-def is_served(args: Any) -> bool:
-    """Whether the script's model has MoE layers that run on flashmoe."""
-    return getattr(args, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE and bool(
-        getattr(args, "num_experts", None)
-    )
-
-
-def has_logger(args: Any) -> bool:
-    """Whether the user asked for a logger; the same on every rank, whoever has the writer."""
-    return bool(getattr(args, "wandb_project", None) or getattr(args, "tensorboard_dir", None))
-
-
 def find_notices(args: Any) -> Iterator[str]:
-    """What a user should hear about the script's arguments, a sentence each."""
+    """Yields a sentence for each argument of the script that has no effect or a risk."""
     defaults = Settings()
     flags = read_flags(args, Settings, FLAG_PREFIX)
     given = [name for name, value in flags.items() if value != getattr(defaults, name)]
@@ -131,7 +189,7 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _reduces_experts(args: Any) -> bool:
-    """Whether several ranks have the same experts."""
+    """Tells whether several ranks have the same experts."""
     stages = number(args, "pipeline_model_parallel_size", 1)
     apart = stages * number(args, "expert_model_parallel_size", 1) * expert_tensor_size(args)
     return number(args, "world_size", 1) > apart

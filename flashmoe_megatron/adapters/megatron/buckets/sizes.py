@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.gradients import LayerGradients, plan_reduction
-from flashmoe_megatron.adapters.megatron import multipath
-from flashmoe_megatron.adapters.megatron.layer import ROUTED, number_in_model
+from flashmoe_megatron.adapters.megatron.buckets.state import BUCKETS
 from flashmoe_megatron.adapters.megatron.settings import (
     current_settings,
     current_value,
     flag_of,
     megatron_args,
 )
+from flashmoe_megatron.adapters.megatron.shape import ROUTED, number_in_model
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.separate.slices import GradientSlices
@@ -35,86 +35,61 @@ logger = logging.getLogger("flashmoe_megatron")
 
 _SLICES = "flashmoe_slices"
 """Attribute of the configuration of Megatron's DDP: the queue of the models that it wraps."""
-_told: Any = None
-"""The bucket group that Megatron is telling of a gradient."""
-_is_script = False
-"""Megatron's script builds a model, for which it gives buckets a size where nobody has."""
-_is_planned = False
-"""What is being wrapped has been planned for."""
 
 
-def patch_ddp(module: ModuleType) -> None:
-    """Plans the reduction when Megatron wraps a model, which makes the buckets.
-
-    Ranks compare then, too, by which links buckets travel.
-
-    Args:
-        module: ``megatron.core.distributed.distributed_data_parallel``.
-    """
-    patch(
-        module.DistributedDataParallel,
-        "__init__",
-        lambda original: _planning(multipath.compared(original), "module"),
-    )
+def slices_of(ddp_config: Any) -> GradientSlices | None:
+    """The queue of the models that have a configuration of DDP, ``None`` without gaps."""
+    slices: GradientSlices | None = getattr(ddp_config, _SLICES, None)
+    return slices
 
 
 def patch_training(module: ModuleType) -> None:
-    """Plans before the script computes layouts, and lets its arguments say who chose a size.
-
-    Args:
-        module: ``megatron.training.training``.
-    """
+    """Plans before the script computes layouts, and lets its arguments say who chose a size."""
     patch(module, "get_model", _scripted)
     if hasattr(module, "wrap_model_chunks_with_ddp"):  # from 0.18 on
         patch(
             module,
             "wrap_model_chunks_with_ddp",
-            lambda original: _planning(original, "model_chunks"),
+            lambda original: planning(original, "model_chunks"),
         )
 
 
 def patch_builders(module: ModuleType) -> None:
-    """Plans before a builder of models computes layouts.
-
-    Args:
-        module: ``megatron.training.models.dist_utils``.
-    """
-    patch(module, "_ddp_wrap", lambda original: _planning(original, "model"))
+    """Plans before a builder of models computes layouts."""
+    patch(module, "_ddp_wrap", lambda original: planning(original, "model"))
 
 
 def _scripted(original: Function) -> Function:
     def get_model(*args: Any, **kwargs: Any) -> Any:
-        global _is_script
-        _is_script = True
+        BUCKETS.is_script = True
         try:
             return original(*args, **kwargs)
         finally:
-            _is_script = False
+            BUCKETS.is_script = False
 
     return get_model
 
 
-def _planning(original: Function, name: str) -> Function:
+def planning(original: Function, name: str) -> Function:
     """Plans before a function that wraps what its argument ``name`` has, a chunk or several."""
     signature = inspect.signature(original)
 
     def wrap(*args: Any, **kwargs: Any) -> Any:
-        global _is_planned
-        if _is_planned or not current_value("slice_gradients"):
+        if BUCKETS.is_planned or not current_value("slice_gradients"):
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         chunks = given[name] if isinstance(given[name], list) else [given[name]]
         piece = _size_buckets(given["ddp_config"], chunks, will_scatter=_will_scatter(given))
-        if _is_script and given.get("bucket_sizes"):  # None of a chunk leaves it whole
+        if BUCKETS.is_script and given.get("bucket_sizes"):  # None of a chunk leaves it whole
             size = given["ddp_config"].bucket_size
             given["bucket_sizes"] = [each and size for each in given["bucket_sizes"]]
-        _is_planned = True
+        BUCKETS.is_planned = True
         try:
             wrapped = original(*bound.args, **bound.kwargs)
         finally:
-            _is_planned = False
+            BUCKETS.is_planned = False
         if piece and _has_muons_layout(given):
             _warn_of_whole_matrices(piece, chunks)
         return wrapped
@@ -123,12 +98,12 @@ def _planning(original: Function, name: str) -> Function:
 
 
 def _will_scatter(given: dict[str, Any]) -> bool:
-    """Whether gradients are reduced to shards; Muon's layout sets this as it is computed."""
+    """Tells whether gradients are reduced to shards; Muon's layout sets this as it is computed."""
     return bool(given["ddp_config"].use_distributed_optimizer or _has_muons_layout(given))
 
 
 def _has_muons_layout(given: dict[str, Any]) -> bool:
-    """Whether Megatron computes the layout that gives each rank whole matrices."""
+    """Tells whether Megatron computes the layout that gives each rank whole matrices."""
     by_layer = given.get("use_layer_wise_distributed_optimizer", False)
     return bool(by_layer and given.get("use_layer_wise_param_layout", False))
 
@@ -163,7 +138,7 @@ def _warn_of_whole_matrices(piece: int, chunks: Sequence[torch.nn.Module]) -> No
 def _size_buckets(
     ddp_config: Any, chunks: Sequence[torch.nn.Module], *, will_scatter: bool
 ) -> int | None:
-    """Gives buckets the size of what fits, if the user has not chosen one. Collective.
+    """Gives buckets the size that fits a gap, if the user has not chosen one. Collective.
 
     Returns:
         That size in elements, ``None`` where buckets keep another.
@@ -176,8 +151,8 @@ def _size_buckets(
 
 
 def _is_chosen(ddp_config: Any) -> bool:
-    """Whether the user has chosen the buckets' size."""
-    if not _is_script:
+    """Tells whether the user has chosen the buckets' size."""
+    if not BUCKETS.is_script:
         return ddp_config.bucket_size is not None
     args = megatron_args()
     return args.ddp_bucket_size is not None or args.ddp_num_buckets is not None
@@ -208,7 +183,7 @@ def _plan(ddp_config: Any, module: torch.nn.Module, operation: str) -> int:
     plan = plan_reduction(layers, current_settings(), group, device, operation)
     if plan is None:
         return 0
-    slices = getattr(ddp_config, _SLICES, None) or GradientSlices(device)
+    slices = slices_of(ddp_config) or GradientSlices(device)
     have_gaps = [each.reduce_in_gaps(slices) for each in routed]
     if any(have_gaps):
         slices.plan(plan.in_gap, plan.beside)
@@ -244,51 +219,9 @@ def _gradients_of(
 
 
 def _num_sharing(parameter: torch.Tensor) -> int:
-    """How many ranks have the same parameter, and reduce its gradients."""
+    """Counts the ranks that have the same parameter, and reduce its gradients."""
     from megatron.core import parallel_state
 
     if not getattr(parameter, "allreduce", True):
         return int(parallel_state.get_expert_data_parallel_world_size())
     return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-
-
-def told(original: Function) -> Function:
-    """Remembers which bucket group Megatron tells of a gradient; for ``register_grad_ready``."""
-
-    def register_grad_ready(group: Any, *args: Any, **kwargs: Any) -> Any:
-        global _told
-        _told = group
-        try:
-            return original(group, *args, **kwargs)
-        finally:
-            _told = None
-
-    return register_grad_ready
-
-
-def queued(original: Function) -> Function:
-    """Queues what starts since a gradient was the last to come; for ``start_grad_sync``."""
-
-    def start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-        slices: GradientSlices | None = getattr(group.ddp_config, _SLICES, None)
-        if slices is None:
-            return original(group, *args, **kwargs)
-        if group is not _told:
-            slices.drain()  # one order on all ranks
-            return original(group, *args, **kwargs)
-        num_bytes = sum(bucket.grad_data.nbytes for bucket in group.buckets)
-        return slices.put(num_bytes, lambda: original(group, *args, **kwargs))
-
-    return start_grad_sync
-
-
-def drained(original: Function) -> Function:
-    """Starts what no gap has taken before it is waited for; for ``finish_grad_sync``."""
-
-    def finish_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-        slices: GradientSlices | None = getattr(group.ddp_config, _SLICES, None)
-        if slices is not None:
-            slices.drain()
-        return original(group, *args, **kwargs)
-
-    return finish_grad_sync

@@ -1,4 +1,4 @@
-"""Recognises the activation functions that Megatron's configurations hold."""
+"""Recognises what a configuration has experts compute: in which dtype, by which activation."""
 
 import functools
 from typing import Any
@@ -8,6 +8,16 @@ import torch.nn.functional as F
 
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation
 from flashmoe_megatron.errors import ConfigError
+
+
+def compute_dtype(config: Any) -> torch.dtype:
+    """The dtype of parameters and tokens once Megatron has wrapped the model in Float16Module."""
+    if config.bf16:
+        return torch.bfloat16
+    if config.fp16:
+        return torch.float16
+    dtype: torch.dtype = config.params_dtype
+    return dtype
 
 
 def activation_of(function: Any) -> Activation | None:
@@ -34,7 +44,7 @@ def activation_of(function: Any) -> Activation | None:
 
 
 def takes_glu_terms(config: Any) -> bool:
-    """Whether a configuration's experts have a gate that may have a clamp and an offset."""
+    """Tells whether a configuration's experts have a gate that may have a clamp and an offset."""
     is_gated = bool(getattr(config, "gated_linear_unit", False))
     return is_gated and activation_of(getattr(config, "activation_func", None)) in (
         BOUNDED_ACTIVATIONS
@@ -52,18 +62,11 @@ _TE_ACTIVATIONS = {
 
 
 def activation_of_experts(config: Any, experts: torch.nn.Module) -> Activation:
-    """The activation that a layer's experts compute.
+    """Returns the activation that a layer's experts compute.
 
     With ``--use-te-activation-func`` it is Transformer Engine's operation, where the model's
     specification names one. Megatron chooses the operation by the configuration's function, but the
     operation may compute another function.
-
-    Args:
-        config: Megatron's TransformerConfig.
-        experts: The layer's ``experts`` module.
-
-    Returns:
-        The activation.
 
     Raises:
         ConfigError: It is not one of ours.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.megatron.notices import is_served
+from flashmoe_megatron.adapters.megatron.config.asked import is_served
 from flashmoe_megatron.adapters.megatron.settings import (
     current_settings,
     current_value,
@@ -28,8 +28,9 @@ from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 _made: dict[dist.ProcessGroup, Multipath] = {}
 _least_bytes = MIN_BYTES
 _LEAST_GAIN = 0.1
-"""What several links have to gain over one. Where NVLink is fast, the relay through the host makes
-buckets 5 per cent faster and steps 4 per cent slower: kernels are launched over the same PCIe."""
+"""The least gain of several links over one. Where NVLink is fast, the relay through the
+host makes buckets 5 per cent faster and steps 4 per cent slower: kernels are launched over the same
+PCIe."""
 _MOST_SUMMED = 2
 """Ranks whose gradients are reduced over links. NCCL reduces those of four in less time. Trials
 cannot decide, since NCCL's sums have other bits, and a training would depend on chance."""
@@ -80,7 +81,7 @@ def compared(original: Function) -> Function:
 
 
 def take_link_totals() -> dict[str, LinkTotals]:
-    """What each link has carried for all groups of this process since the last call."""
+    """Returns what each link has carried for all groups of this process since the last call."""
     sums: dict[str, LinkTotals] = {}
     for multipath in _made.values():
         for name, one in multipath.take_totals().items():
@@ -92,7 +93,7 @@ def take_link_totals() -> dict[str, LinkTotals]:
 
 
 class _Handles:
-    """What a bucket group waits for: Megatron's own handle, and the buckets that went by us."""
+    """Waits for a bucket group: for Megatron's own handle and for buckets that went over links."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = [handle for handle in handles if handle is not None]
@@ -104,12 +105,12 @@ class _Handles:
 
 
 def _is_on(config: Any) -> bool:
-    """Whether buckets go over all links, as the settings and Megatron's own configuration say."""
+    """Tells whether buckets go over all links, by the settings and Megatron's own configuration."""
     return current_value("multipath") == "auto" and _can_be_on(config)
 
 
 def _can_be_on(config: Any) -> bool:
-    """Whether buckets can go over all links, as Megatron's own configuration says.
+    """Tells whether buckets can go over all links, as Megatron's own configuration says.
 
     Several instances of the distributed optimizer reduce on a stream of their own, and Megatron's
     sums in float32 have a handle of their own.
@@ -177,7 +178,7 @@ def _gather(
 
 
 def _has_own_memory(bucket: Any, parameters: torch.Tensor) -> bool:
-    """Whether parameters are a bucket's, in the same memory in every iteration.
+    """Tells whether parameters are a bucket's, in the same memory in every iteration.
 
     Parameters that lie in the memory of gradients go with it: Megatron can give that back.
     """

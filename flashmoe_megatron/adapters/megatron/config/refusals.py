@@ -1,36 +1,51 @@
-"""What a TransformerConfig may not ask for with the flashmoe dispatcher, and the way out.
+"""Lists what a TransformerConfig may not ask for with the flashmoe dispatcher, and the way out.
 
 One table for Megatron-Core 0.16.1 up to main. Settings that only choose another implementation of
 what flashmoe replaces (fusions of the permutation or of the activation, the flex dispatcher's
-options) are harmless and not listed; what is accepted and changes nothing is in ``ignored.py``.
+options) are harmless and not listed; what is accepted and changes nothing is in ``notices.py``.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.megatron.activations import activation_of, takes_glu_terms
-from flashmoe_megatron.adapters.megatron.asked import (
+from flashmoe_megatron.adapters.megatron.config.asked import (
     INTERLEAVE,
+    MEGAKERNEL,
+    OVERLAP,
     ROW_BOUND,
+    SHARED_OVERLAP,
+    Asks,
     clamp_value,
     expert_ffn_size,
     expert_slice_size,
     expert_tensor_size,
+    graphs_any,
     graphs_experts,
+    is_megakernel,
     is_other_than,
     is_set,
     number,
     offloads,
+    recomputes,
+)
+from flashmoe_megatron.adapters.megatron.config.computation import (
+    activation_of,
+    compute_dtype,
+    takes_glu_terms,
 )
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
+    STOCK_DISPATCHER_TYPE,
+    Settings,
     current_value,
     flag_of,
 )
-from flashmoe_megatron.adapters.megatron.shape import compute_dtype
+from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.config import (
     DIM_GRANULE,
     GLU_CHUNK,
@@ -91,15 +106,83 @@ def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
         raise ConfigError(refusal.message(config))
 
 
+def patch_config(transformer_config: ModuleType) -> None:
+    """Refuses, when a configuration is made, what flashmoe cannot honour."""
+    patch(transformer_config.TransformerConfig, "__post_init__", _checked_post_init)
+
+
+def _checked_post_init(original: Function) -> Function:
+    def post_init(self: Any) -> None:
+        is_ours = self.moe_token_dispatcher_type == DISPATCHER_TYPE or is_megakernel(self)
+        if is_ours and self.num_moe_experts:
+            refuse(self, CONFIG_REFUSALS)
+            shown: dict[str, Any] = {ROW_BOUND: None}
+            if is_megakernel(self):
+                shown[MEGAKERNEL] = None  # its checks are of one backend's limits
+            elif getattr(self, OVERLAP, False) or getattr(self, SHARED_OVERLAP, False):
+                shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
+            with _showing(self, shown):
+                original(self)
+        else:
+            original(self)
+
+    return post_init
+
+
+@contextlib.contextmanager
+def _showing(config: Any, shown: dict[str, Any]) -> Iterator[None]:
+    """Shows Megatron's checks other values of settings that they allow its own dispatchers alone.
+
+    Settings that a release does not know are left alone.
+    """
+    held = {name: getattr(config, name) for name in shown if hasattr(config, name)}
+    for name in held:
+        setattr(config, name, shown[name])
+    try:
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(config, name, value)
+
+
+def check_early_routing(config: Any, settings: Settings) -> None:
+    """Refuses early routing where it cannot run once before each layer's attention.
+
+    Raises:
+        ConfigError: The host would settle on replicas within a CUDA graph; or, with pre-run gating,
+            the router would run again in a recomputation, in another micro-batch's turn or in a
+            CUDA graph.
+    """
+    if settings.placement == "lookahead" and graphs_any(config):
+        raise ConfigError(
+            f"{flag_of('placement')} lookahead with CUDA graphs: only hosts know which forward "
+            "uses what was settled on ahead of attention, and no replay asks them; pass "
+            f"{flag_of('placement')} launch"
+        )
+    if not settings.pre_gate:
+        return
+    again: tuple[tuple[Asks, str], ...] = (
+        (recomputes("moe"), "--recompute-modules moe (recompute whole layers instead)"),
+        (is_set(OVERLAP), f"--{OVERLAP.replace('_', '-')}"),
+        (graphs_any, "CUDA graphs"),
+    )
+    for is_asked, flag in again:
+        if is_asked(config):
+            raise ConfigError(
+                f"{flag_of('pre_gate')} with {flag}: the layer's routing is found before its "
+                "attention, once for each forward; leave one of the two out"
+            )
+
+
 def _is_block(config: Any) -> bool:
-    """Whether fc1's rows can alternate in blocks of the size that is asked for."""
+    """Tells whether fc1's rows can alternate in blocks of the size that is asked for."""
     size = number(config, INTERLEAVE, 0)
     is_gated = is_set("gated_linear_unit")(config)
     return is_gated and is_block_of(size, expert_slice_size(config))
 
 
 def _is_scheduled(config: Any) -> bool:
-    """Whether the scheduled backend computes the layers, by choice or where ``auto`` takes it."""
+    """Tells whether the scheduled backend computes the layers, by choice or by ``auto``."""
     kind = current_value("backend")
     if kind == "auto":
         kind = resolve_kind(kind, torch.device("cuda"), compute_dtype(config))

@@ -1,4 +1,4 @@
-"""How a TransformerConfig, or a script's arguments, ask for something.
+"""Reads from a TransformerConfig, or from a script's arguments, what they ask for.
 
 A setting that a release of Megatron-Core does not know counts as not set, and so does one that is
 given as off.
@@ -25,21 +25,33 @@ MEGAKERNEL = "moe_megakernel_backend"
 """The name of a backend behind Megatron's megakernel interface."""
 
 Asks = Callable[[Any], bool]
-"""Whether a configuration asks for something."""
+"""Tells whether a configuration asks for something."""
 
 
 def is_set(name: str) -> Asks:
-    """Whether a setting is on: ``None``, ``False``, 0 and an empty string are ways to say off."""
+    """Asks whether a setting is on: ``None``, ``False``, 0 and an empty string mean off."""
     return lambda config: bool(getattr(config, name, None))
 
 
 def is_megakernel(config: Any) -> bool:
-    """Whether a model's MoE layers are to run on ours behind Megatron's megakernel interface."""
+    """Tells whether MoE layers are to run on ours behind Megatron's megakernel interface."""
     return bool(getattr(config, MEGAKERNEL, None) == DISPATCHER_TYPE)
 
 
+def is_served(args: Any) -> bool:
+    """Tells whether the script's model has MoE layers that run on flashmoe."""
+    return getattr(args, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE and bool(
+        getattr(args, "num_experts", None)
+    )
+
+
+def has_logger(args: Any) -> bool:
+    """Tells whether the user asked for a logger, which all ranks know and one of them has."""
+    return bool(getattr(args, "wandb_project", None) or getattr(args, "tensorboard_dir", None))
+
+
 def is_other_than(name: str, wanted: str) -> Asks:
-    """Whether a setting is on and is not the wanted choice."""
+    """Asks whether a setting is on and is not the wanted choice."""
     return lambda config: (getattr(config, name, None) or wanted) != wanted
 
 
@@ -50,7 +62,7 @@ def number(config: Any, name: str, default: int) -> int:
 
 
 def clamp_value(config: Any) -> float | None:
-    """What bounds the activation's inputs, a number of which 0 is one; ``False`` says off."""
+    """Returns the bound of the activation's inputs, which may be 0; ``False`` means no bound."""
     value = getattr(config, "activation_func_clamp_value", None)
     return None if value is None or value is False else float(value)
 
@@ -78,7 +90,7 @@ def expert_slice_size(config: Any) -> int:
 
 
 def recomputes(module: str) -> Asks:
-    """Whether a part of the model, by Megatron's name, is recomputed by selection."""
+    """Asks whether a part of the model, by Megatron's name, is recomputed by selection."""
 
     def is_asked(config: Any) -> bool:
         selective = getattr(config, "recompute_granularity", None) == "selective"
@@ -88,7 +100,7 @@ def recomputes(module: str) -> Asks:
 
 
 def recomputes_layers(config: Any) -> bool:
-    """Whether every MoE layer is computed again as a whole."""
+    """Tells whether every MoE layer is computed again as a whole."""
     is_full = getattr(config, "recompute_granularity", None) == "full"
     is_all = getattr(config, "recompute_method", None) == "uniform"  # "block" takes some layers
     return recomputes("moe")(config) or (is_full and is_all)
@@ -96,14 +108,14 @@ def recomputes_layers(config: Any) -> bool:
 
 _PARTS_OF_OTHER_LAYERS = {"attn", "mamba", "mlp"}
 _PARTS_BESIDE_EXPERTS = _PARTS_OF_OTHER_LAYERS | {"moe_router", "moe_preprocess"}
-"""What Transformer Engine's graphs of a MoE layer may hold while the experts are launched."""
+"""Parts of a MoE layer that Transformer Engine's graphs may hold without its experts."""
 
 _WHOLE_ITERATION = "full_iteration"
 """Megatron's name of a graph of all forwards and backwards: a scope of "local" up to 0.17."""
 
 
 def graphs_iteration(config: Any) -> bool:
-    """Whether one CUDA graph captures the whole iteration."""
+    """Tells whether one CUDA graph captures the whole iteration."""
     kind = _graph_kind(config)
     return kind == _WHOLE_ITERATION or (
         kind == "local" and _graphed_parts(config) == {_WHOLE_ITERATION}
@@ -111,7 +123,7 @@ def graphs_iteration(config: Any) -> bool:
 
 
 def graphs_experts(config: Any) -> bool:
-    """Whether graphs of single layers would capture a MoE layer's experts."""
+    """Tells whether graphs of single layers would capture a MoE layer's experts."""
     kind = _graph_kind(config)
     if kind == "none" or graphs_iteration(config):
         return False
@@ -128,7 +140,7 @@ def graphs_experts(config: Any) -> bool:
 
 
 def graphs_any(config: Any) -> bool:
-    """Whether CUDA graphs capture anything."""
+    """Tells whether CUDA graphs capture anything."""
     return _graph_kind(config) != "none"
 
 
@@ -158,7 +170,7 @@ def _name_of(choice: Any) -> str:
 
 
 def offloads(module: str) -> Asks:
-    """Whether what a part of the model keeps, by Megatron's name, goes to the host's memory."""
+    """Asks whether tensors that a part of the model keeps go to the host's memory."""
 
     def is_asked(config: Any) -> bool:
         is_on = getattr(config, "fine_grained_activation_offloading", False)

@@ -17,12 +17,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.adapters.patch import Function
 from flashmoe_megatron.autograd import accumulates, accumulator_of, dummy_grads
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.streams import current_stream, index_of
@@ -35,17 +34,6 @@ _FEW = 8
 """Parameters of a module that are not worth a list of its buckets."""
 _wants_grad = attrgetter("requires_grad")
 _hooks_of = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks"))
-
-
-def patch_ddp(module: ModuleType) -> None:
-    """Notes the hooks that DDP makes, and waits once for each bucket of a module's parameters.
-
-    Args:
-        module: ``megatron.core.distributed.distributed_data_parallel``.
-    """
-    ddp = module.DistributedDataParallel
-    patch(ddp, "_make_backward_post_hook", _make_backward_post_hook)
-    patch(ddp, "_make_forward_pre_hook", _make_forward_pre_hook)
 
 
 class _Hook:
@@ -68,7 +56,7 @@ class _Hook:
         return type(None), ()
 
     def called(self, *_: Any) -> None:
-        """What is registered in place of DDP's hook."""
+        """Runs in place of DDP's hook, as which it is registered."""
         param = self._param()
         experts = self.experts()
         if param is None:
@@ -91,7 +79,9 @@ def _nobody() -> None:
     """There are no experts."""
 
 
-def _make_backward_post_hook(original: Function) -> Function:
+def make_backward_post_hook(original: Function) -> Function:
+    """Notes each hook that DDP makes for a parameter."""
+
     def make(ddp: Any, param: torch.nn.Parameter) -> Function:
         hook: Function = original(ddp, param)
         vars(ddp).setdefault(_HOOK, []).append(hook)  # the parameter and its node hold it weakly
@@ -120,7 +110,9 @@ class _Representatives:
         return self._params
 
 
-def _make_forward_pre_hook(original: Function) -> Function:
+def make_forward_pre_hook(original: Function) -> Function:
+    """Waits once for each bucket of a module's parameters."""
+
     def make(ddp: Any) -> Function:
         hook: Function = original(ddp)
         known: weakref.WeakKeyDictionary[torch.nn.Module, _Representatives]
@@ -146,21 +138,23 @@ def _same(values: Any, others: Sequence[object]) -> bool:
 
 
 def waits_for_parameters(hook: Function) -> bool:
-    """Whether a forward pre-hook is DDP's, which waits for a module's parameters and no more."""
+    """Tells whether a forward pre-hook is DDP's, which only waits for a module's parameters."""
     return hasattr(hook, _WAITS)
 
 
-def checked(original: Function) -> Function:
-    """Says which gradients a reduction still waits for; for ``finish_grad_sync``."""
+def await_parameters(module: torch.nn.Module) -> None:
+    """Calls what waits for a module's parameters, as often as its forward would."""
+    for hook in tuple(module._forward_pre_hooks.values()):
+        if waits_for_parameters(hook):
+            hook(module)
 
-    def finish_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-        if _is_counting(group) and not getattr(group, "grad_reduce_finished", False):
-            came, wanted = _counts_of(group)
-            if group.grad_reduce_handle is None and came < wanted:
-                raise _miscounted(came, wanted)
-        return original(group, *args, **kwargs)
 
-    return finish_grad_sync
+def check_counts(group: Any) -> None:
+    """Says which gradients a reduction still waits for, when it is to be finished."""
+    if _is_counting(group) and not getattr(group, "grad_reduce_finished", False):
+        came, wanted = _counts_of(group)
+        if group.grad_reduce_handle is None and came < wanted:
+            raise _miscounted(came, wanted)
 
 
 def _check_is_awaited(group: Any) -> None:
@@ -172,7 +166,7 @@ def _check_is_awaited(group: Any) -> None:
 
 
 def _is_counting(group: Any) -> bool:
-    """Whether a reduction begins once gradients have come as often as in the first iteration."""
+    """Tells whether a reduction begins after as many gradients as in the first iteration."""
     config = group.ddp_config
     return bool(
         config.overlap_grad_reduce
@@ -182,7 +176,7 @@ def _is_counting(group: Any) -> bool:
 
 
 def _counts_of(group: Any) -> tuple[int, int]:
-    """How often DDP has heard of an expert's gradient, and how often it did at first."""
+    """Counts how often DDP got an expert's gradient, now and in the first iteration."""
     found = group.per_param_grad_ready_counts
     pairs = [
         (found.get(param, 0), wanted)
@@ -210,7 +204,7 @@ class _Pass:
 
 
 class ExpertHooks:
-    """What DDP hears of the gradients of all of a layer's experts.
+    """Tells DDP of the gradients of all of a layer's experts.
 
     It is the :class:`~flashmoe_megatron.autograd.MainGrads` of every layer that has these experts.
 
@@ -278,7 +272,7 @@ class ExpertHooks:
         return cls(params, fuses=fuses)
 
     def serve(self, params: tuple[torch.Tensor, ...], *, fuses: bool) -> bool:
-        """Whether these are still the hooks of these parameters."""
+        """Tells whether these are still the hooks of these parameters."""
         return (
             _same(params, self.params)
             and fuses == self._fuses
@@ -287,7 +281,7 @@ class ExpertHooks:
         )
 
     def begin(self, accumulators: Sequence[Any] | None) -> list[bool] | None:
-        """See :class:`~flashmoe_megatron.autograd.MainGrads`."""
+        """Begins a backward of these experts; returns which gradients autograd has to see."""
         self._is_last = self._reduces()
         device = self._trained[0].device
         self._stream = current_stream(index_of(device)) if device.type == "cuda" else None
@@ -314,11 +308,11 @@ class ExpertHooks:
         return None if all(runs) else runs
 
     def is_due(self) -> bool:
-        """See :class:`~flashmoe_megatron.autograd.MainGrads`."""
+        """Tells whether DDP reduces these gradients in the backward that has begun."""
         return self._is_last
 
     def is_waiting(self) -> bool:
-        """Whether DDP hears in this pass of all gradients at once, after the last."""
+        """Tells whether DDP is told of all gradients at once in this pass, after the last."""
         return bool(self._passes) and torch._C._current_graph_task_id() in self._passes
 
     def arrive(self) -> None:
@@ -354,20 +348,20 @@ class ExpertHooks:
         owner.grad_added_to_main_grad = is_marked
 
     def _reduces(self) -> bool:
-        """Whether DDP reduces gradients as they come, as it may in the last micro-batch."""
+        """Tells whether DDP reduces gradients as they come, as it may in the last micro-batch."""
         ddp = self._ddp()
         overlaps = ddp is not None and ddp.ddp_config.overlap_grad_reduce
         return overlaps and any(group.is_last_microbatch for group in self._groups)
 
     def _is_seen(self) -> bool:
-        """Whether anybody else has to see a gradient of these."""
+        """Tells whether anybody else has to see a gradient of these."""
         own = 0 if self.is_delayed else len(self._trained)
         return sum(map(len, self._on_accumulators)) != own or any(
             any(map(hooks_of, self._trained)) for hooks_of in _hooks_of
         )
 
     def _seen(self) -> list[bool]:
-        """Whether anybody else has to see the gradient of each that is trained."""
+        """Tells whether anybody else has to see the gradient of each that is trained."""
         own = int(not self.is_delayed)
         return [
             len(on_accumulator) != own or any(hooks_of(param) for hooks_of in _hooks_of)

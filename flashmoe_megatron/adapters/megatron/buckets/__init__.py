@@ -1,0 +1,6 @@
+"""The buckets in which Megatron's DDP reduces gradients and gathers parameters.
+
+A launch adds its gradients to them (``hooks``), lets the reduction of fc2's begin before it ends
+(``state``), and leaves gaps for others (``sizes``). Large buckets go over all links (``links``).
+``ddp`` wraps each of Megatron's methods once and says in which order these act there.
+"""

@@ -1,0 +1,1 @@
+"""Reads what Megatron's configuration and arguments ask for, and refuses what flashmoe lacks."""

@@ -249,7 +249,6 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),
         *violations(python_edges(PACKAGE, "separate"), SEPARATE),
         *violations(python_edges(PACKAGE, "measured"), MEASURED),
-        *violations(python_edges(PACKAGE, "schedule"), SCHEDULE),
         *violations(python_edges(PACKAGE, "adapters"), ADAPTERS),
         *violations(python_edges(PACKAGE, "adapters/megatron"), MEGATRON),
         *violations(python_edges(PACKAGE, "adapters/megatron/config"), MEGATRON_CONFIG),

@@ -82,6 +82,7 @@ class IndexedExperts(LayerExperts):
         ) -> torch.Tensor:
             with Together(backend):  # made by now for as many tokens as all ranks have
                 weights = read_weights()
+                self.check_weights(rows, weights)
             return moe_forward(
                 rows,
                 expert_idx,
@@ -95,8 +96,11 @@ class IndexedExperts(LayerExperts):
 
         return self.run(x, expert_weight, compute)
 
+    def check_weights(self, x: torch.Tensor, weights: ExpertWeights | SplitWeights) -> None:
+        """Raises what a framework refuses of a call's weights beside its tokens: here nothing."""
+
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
-        """See :meth:`LayerExperts.locate`."""
+        """Returns the shape and the backends that were given."""
         return self._shape, self._backends
 
 

@@ -17,6 +17,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def info(**changes) -> LayerInfo:
     watched = Watched((), Held(Holding(())))
     wanted = {"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, "watched": watched}
+    wanted |= {"form": None, "is_split": True}
     return LayerInfo(**{**wanted, **changes})
 
 
@@ -103,14 +104,18 @@ def test_replicas_are_refused_where_weights_come_and_go() -> None:
     from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
     from flashmoe_megatron.config import Activation
 
-    plain = info(form=ExpertForm(64, 64, Activation.GELU, False, ("w1",), "w2"))
-    joined = info(form=ExpertForm(64, 64, Activation.SILU, True, ("w1", "w3"), "w2"))
+    plain_form = ExpertForm(64, 64, Activation.GELU, False, ("w1",), "w2")
+    plain = info(is_split=plain_form.is_split)
+    split_form = ExpertForm(64, 64, Activation.SILU, True, ("w1", "w3"), "w2")
+    turned_form = ExpertForm(64, 64, Activation.SILU, True, ("w1",), "w2", up_first=True)
     asked = Settings(spare_slots=1)
     assert refusals.replicas_problem(plain, 2, asked) is None
     for given, stage, settings, wanted in (
         (plain, 3, asked, "with ZeRO stage 3, which frees"),
-        (joined, 1, asked, "are not one parameter with the gate first"),
-        (info(), 1, asked, "are not one parameter with the gate first"),
+        *(
+            (info(is_split=form.is_split), 1, asked, "are not one parameter with the gate first")
+            for form in (split_form, turned_form)
+        ),
         (plain, 1, Settings(spare_slots=1, placement="lookahead"), 'wanted "launch" or "off"'),
     ):
         problem = refusals.replicas_problem(given, stage, settings)

@@ -1,6 +1,7 @@
 """transformers' models train on flashmoe as on their own experts, in three releases."""
 
 import copy
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from flashmoe_megatron.checks import check_weights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from tests.frameworks.models import KINDS
+from tests.frameworks.models import KINDS, make_config
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -149,6 +151,31 @@ def test_rows_are_found_where_a_class_has_them(is_transposed: bool, is_concatena
     found = read(experts)
     assert (found.hidden, found.intermediate) == (192, 64)
     assert found.glu_interleave == int(not is_concatenated)
+
+
+def test_experts_of_gpt_oss_are_taken_as_they_lie() -> None:
+    """Why weights may be transposed: with one layout alone each call would copy these stacks."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    from flashmoe_megatron.adapters.transformers.form import read_weights
+
+    sizes = {"hidden": 192, "intermediate": 64, "experts": 4}
+    experts = GptOssExperts(make_config("gpt_oss", "eager", **sizes))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    shape, weights = read(experts), read_weights(experts)
+    assert (shape.hidden, shape.intermediate) == (192, 64)
+    assert weights.fc1[0].shape == (4, shape.hidden, shape.fc1_rows), "a column for each row"
+    assert weights.fc2[0].shape == (4, shape.intermediate, shape.hidden)
+    assert weights.transposed
+    for taken, parameter in (
+        (weights.fc1[0], experts.gate_up_proj),
+        (weights.fc2[0], experts.down_proj),
+    ):
+        assert taken.data_ptr() == parameter.data_ptr()
+    check_weights(shape, weights, torch.device("cpu"))
+    with pytest.raises(ShapeError, match="fc1"):
+        check_weights(shape, dataclasses.replace(weights, transposed=False), torch.device("cpu"))
 
 
 def test_autocast_gives_back_the_dtype_of_the_tokens() -> None:

@@ -15,7 +15,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from flashmoe_megatron.adapters.deepspeed import autoep, native
-from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served
+from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served, fuse
 from flashmoe_megatron.adapters.deepspeed.metrics import EngineMetrics
 from flashmoe_megatron.adapters.deepspeed.refusals import (
     engine_problem,
@@ -123,7 +123,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     for number, layer in fusing.items():
         info = infos[layer.name]
         served = _serve(info, layer.module, number, state, engine, settings)
-        layer.family.fuse(layer.module, info, served)
+        fuse(layer.module, layer.family.FUSED_CLASS, info, served)
     if settings.slice_gradients and any_fused and not hasattr(engine, _STATE):
         fused_layers = [layer.module.flashmoe.experts for layer in layers if layer.is_fused]
         groups = [infos[layer.name].group for layer in fusing.values()]

@@ -137,7 +137,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         num_ranks=layer.ep_size,
         max_tokens=1,
     )
-    return LayerInfo(shape, layer.ep_group, experts.w1.dtype, watched)
+    return LayerInfo(shape, layer.ep_group, experts.w1.dtype, watched, form, is_split=True)
 
 
 def _form_of(experts: GroupedExperts) -> dict[str, Any]:
@@ -158,11 +158,3 @@ def _form_of(experts: GroupedExperts) -> dict[str, Any]:
                 f"{_QUICK_GELU_ALPHA}"
             )
     return form
-
-
-def fuse(layer: AutoEPMoELayer, info: LayerInfo, served: Served) -> None:
-    """Gives a layer our class; its modules and parameters stay."""
-    layer.__class__ = FlashAutoEPMoELayer
-    layer.flashmoe = served
-    layer.watched = info.watched
-    layer.form = _form_of(layer.experts)

@@ -48,6 +48,11 @@ class ExpertForm:
     fc2: str
     up_first: bool = False
 
+    @property
+    def is_split(self) -> bool:
+        """Tells that gate and up projections are not one parameter with the gate first."""
+        return len(self.fc1) > 1 or self.up_first
+
 
 def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
     """Finds the form of one expert.

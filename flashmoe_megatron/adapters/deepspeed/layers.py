@@ -1,11 +1,11 @@
 """The two families of DeepSpeed's MoE layers as the adapter sees them: what both have."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.deepspeed.experts import ExpertForm
 from flashmoe_megatron.adapters.deepspeed.forwards import Watched
 from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
@@ -27,16 +27,18 @@ class LayerInfo:
         group: The layer's expert-parallel group.
         dtype: The dtype of the experts' parameters.
         watched: What the experts are, and all modules in them.
+        form: What its experts compute, as its family says it.
+        is_split: Its experts' gate and up projections are not one parameter with the gate first.
         biases: Whether its experts' first projection has a bias, and whether their second has one.
-        form: What each expert module computes; ``None`` where experts are stacked.
     """
 
     shape: MoEConfig
     group: dist.ProcessGroup
     dtype: torch.dtype
     watched: Watched
+    form: Any
+    is_split: bool
     biases: tuple[bool, bool] = (False, False)
-    form: ExpertForm | None = None
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,9 @@ class Served:
     def set_training(self, is_training: bool) -> None:
         """Tells both, before a call, whether the layer is in training mode."""
         self.experts.is_training = self.routes.is_training = is_training
+
+
+def fuse(layer: Any, fused: type, info: LayerInfo, served: Served) -> None:
+    """Gives a layer our class; its modules and parameters stay."""
+    layer.__class__ = fused
+    layer.flashmoe, layer.watched, layer.form = served, info.watched, info.form

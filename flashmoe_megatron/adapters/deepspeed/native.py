@@ -117,7 +117,9 @@ def inspect(layer: MOELayer) -> LayerInfo:
         max_tokens=1,
     )
     dtype = next(layer.experts.parameters()).dtype
-    return LayerInfo(shape, layer.ep_group, dtype, watched, biases=biases, form=form)
+    return LayerInfo(
+        shape, layer.ep_group, dtype, watched, form, is_split=form.is_split, biases=biases
+    )
 
 
 def _read_form(layer: MOELayer) -> tuple[ExpertForm, tuple[bool, bool]]:
@@ -135,11 +137,3 @@ def _read_form(layer: MOELayer) -> tuple[ExpertForm, tuple[bool, bool]]:
         raise ConfigError(f"its experts differ from each other: {sorted(map(str, forms))}")
     (found,) = forms
     return found
-
-
-def fuse(layer: MOELayer, info: LayerInfo, served: Served) -> None:
-    """Gives a layer our class; its modules and parameters stay."""
-    layer.__class__ = FlashMOELayer
-    layer.flashmoe = served
-    layer.form = info.form
-    layer.watched = info.watched

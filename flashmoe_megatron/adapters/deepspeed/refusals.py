@@ -70,9 +70,7 @@ def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> st
             f"{asked} with ZeRO stage 3, which frees the experts' weights between calls; wanted "
             f"stage 2 or less, or {SECTION}.spare_slots 0"
         )
-    # AutoEP's stacked experts, which have no form here, have gate and up as two parameters.
-    is_split = info.form is None or len(info.form.fc1) > 1 or info.form.up_first
-    if is_split:
+    if info.is_split:
         return (
             f"{asked} and its experts' gate and up projections are not one parameter with the gate "
             "first, and of others DeepSpeed's layers have no replicas; wanted "

@@ -3,7 +3,7 @@
 import torch
 
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION
-from flashmoe_megatron.adapters.indexed import IndexedExperts, ReadWeights
+from flashmoe_megatron.adapters.indexed import IndexedExperts
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import ExpertWeights, SplitWeights
@@ -17,33 +17,18 @@ class RoutedExperts(IndexedExperts):
     )
     ORDERED_GRADS = True  # ZeRO pairs the ranks' gradients by order
 
-    @eager
-    def __call__(
-        self,
-        x: torch.Tensor,
-        expert_idx: torch.Tensor,
-        expert_weight: torch.Tensor,
-        read_weights: ReadWeights,
-    ) -> torch.Tensor:
-        """As :meth:`IndexedExperts.__call__`.
+    __call__ = eager(IndexedExperts.__call__)
 
-        Raises:
-            ConfigError: ``torch.autocast`` is enabled and gives tokens of another dtype.
-        """
-
-        def read() -> ExpertWeights | SplitWeights:
-            weights = read_weights()
-            dtype = (weights.down if isinstance(weights, SplitWeights) else weights.fc2)[0].dtype
-            if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
-                raise ConfigError(
-                    f"torch.autocast gives the layer tokens in {x.dtype} and its experts are "
-                    f"{dtype}, wanted one dtype: leave torch.autocast out, or cast the tokens "
-                    "before the layer"
-                )
-            return weights
-
-        return super().__call__(x, expert_idx, expert_weight, read)
+    def check_weights(self, x: torch.Tensor, weights: ExpertWeights | SplitWeights) -> None:
+        """Refuses tokens of another dtype than the weights if ``torch.autocast`` gives them."""
+        dtype = (weights.down if isinstance(weights, SplitWeights) else weights.fc2)[0].dtype
+        if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
+            raise ConfigError(
+                f"torch.autocast gives the layer tokens in {x.dtype} and its experts are "
+                f"{dtype}, wanted one dtype: leave torch.autocast out, or cast the tokens "
+                "before the layer"
+            )
 
     def allow_more(self, num_tokens: int) -> str:
-        """See :meth:`LayerExperts.allow_more`."""
+        """Names the setting that bounds tokens."""
         return f"set {SECTION}.max_tokens to {num_tokens} or more, or leave it out"

@@ -246,7 +246,7 @@ class LayerExperts(ABC):
     """
 
     WAYS_OUT_OF_DTYPE: ClassVar[str]
-    """How a user of the framework gets another dtype or another backend, as an imperative."""
+    """An imperative that says how a user of the framework gets another dtype or backend."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class LayerExperts(ABC):
 
     @abstractmethod
     def allow_more(self, num_tokens: int) -> str:
-        """How a user of the framework raises the bound of tokens to ``num_tokens``."""
+        """Says how a user of the framework raises the bound of tokens to ``num_tokens``."""
 
     @property
     def backend(self) -> Backend:
@@ -312,7 +312,7 @@ class LayerExperts(ABC):
         return self._backends.max_tokens if self._backends.is_bounded else None
 
     def reduce_in_gaps(self, slices: GradientSlices) -> bool:
-        """See :meth:`GroupBackends.reduce_in_gaps`."""
+        """Has gradients reduced in the gaps of the layer's backwards; tells whether it has any."""
         return self._backends.reduce_in_gaps(slices)
 
     def run(self, x: torch.Tensor, probs: torch.Tensor, compute: Compute) -> torch.Tensor:

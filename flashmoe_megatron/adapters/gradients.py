@@ -1,4 +1,4 @@
-"""Into which pieces gradients are cut, so that their reduction fits the gaps of a backward."""
+"""Plans the pieces of gradients whose reduction fits the gaps of a backward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class LayerGradients:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """What is reduced when.
+    """Says how much is reduced when.
 
     Attributes:
         in_gap: Bytes in each layer's own backward, by its number.

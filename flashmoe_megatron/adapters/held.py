@@ -30,7 +30,7 @@ _NO_ATTRIBUTES: Mapping[str, Any] = MappingProxyType({})
 
 
 class Holding(NamedTuple):
-    """What is looked at: the same in every call.
+    """Objects that are looked at, the same in every call.
 
     Attributes:
         modules: The modules whose attributes count.
@@ -42,7 +42,7 @@ class Holding(NamedTuple):
 
 
 class Held:
-    """What modules held when they were read, besides their modules, parameters and hooks.
+    """Remembers what modules held when they were read, but modules, parameters and hooks.
 
     It keeps no function and no module alive: what a module holds may hold the module.
 
@@ -87,7 +87,7 @@ class Held:
 
 
 class _Attributes:
-    """What one object held.
+    """Remembers what one object held.
 
     Args:
         own: The object's attributes.
@@ -124,7 +124,7 @@ class _Attributes:
         self._num_registered = len(self._registered(own))
 
     def are_same(self, own: Mapping[str, Any]) -> bool:
-        """Whether all are what they were; a difference may be one that does not count."""
+        """Tells whether all are what they were; a difference may be one that does not count."""
         if [*own] != self._names:
             return False
         for name, value in self._values:
@@ -192,12 +192,12 @@ class _Attributes:
 
 
 def _vars(value: Any) -> Mapping[str, Any]:
-    """What an object holds, none for one that is gone or holds nothing."""
+    """Returns what an object holds, none for one that is gone or holds nothing."""
     return getattr(value, "__dict__", _NO_ATTRIBUTES)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written to, as far as torch counts it."""
+    """Counts how often a tensor has been written to, as far as torch knows."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -38,7 +38,7 @@ class IndexedExperts(LayerExperts):
     """
 
     ORDERED_GRADS: ClassVar[bool] = False
-    """See :func:`~flashmoe_megatron.autograd.moe_apply`."""
+    """Passed to :func:`~flashmoe_megatron.autograd.moe_apply`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ _Seat = TypeVar("_Seat", bound=IndexedExperts)
 
 
 class KnownExperts(Generic[_Seat]):
-    """What a module's experts computed when they were read, and what applies them since.
+    """Knows what a module's experts computed when they were read, and what applies them since.
 
     They are read in their first call. Where a module with all experts holds something else later,
     they are read again. Ranks that share experts do not tell each other in every call what they

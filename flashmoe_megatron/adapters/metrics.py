@@ -40,7 +40,7 @@ class OwnRecords:
         self._all.add(self)
 
     def take(self, backends: Iterable[Backend]) -> list[LaunchRecord]:
-        """What has come since the last call.
+        """Returns what has come since the last call.
 
         Args:
             backends: The backends of the layers.

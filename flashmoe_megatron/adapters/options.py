@@ -1,4 +1,4 @@
-"""What a user chooses for experts that a framework's own modules hand over, one by one."""
+"""Options for experts that a framework's own modules hand over, one by one."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ RANKS_AGREE = (
     "the ranks agree at each call, by a small all-reduce for each layer, and the memory grows with "
     "the largest number"
 )
-"""What happens where ``max_tokens`` is not given."""
+"""Says what happens without ``max_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True)

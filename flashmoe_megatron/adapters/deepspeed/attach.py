@@ -40,7 +40,7 @@ from flashmoe_megatron.telemetry.registry import choose_metrics
 logger = logging.getLogger("flashmoe_megatron")
 
 FUSED = "fused"
-"""What a report says of a layer that runs on flashmoe."""
+"""The word of a report for a layer that runs on flashmoe."""
 
 _STATE = "_flashmoe_state"
 """Attribute of an engine that has been attached to."""
@@ -67,7 +67,7 @@ class _Layer:
 
 @dataclass
 class _State:
-    """What an engine remembers: its groups' backends, and the outcome for every layer."""
+    """Holds an engine's backends by group, and the outcome for every layer."""
 
     backends: dict[dist.ProcessGroup, GroupBackends]
     report: dict[str, str]

@@ -28,7 +28,7 @@ _QUICK_GELU_ALPHA = 1.702
 
 
 class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
-    """What the class of an ``AutoEPMoELayer`` becomes: its router and shared experts, our experts.
+    """Takes the place of a layer's class ``AutoEPMoELayer``: its router, our experts.
 
     Parameters, buffers and their names are those of ``AutoEPMoELayer``.
 

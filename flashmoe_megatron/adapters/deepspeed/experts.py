@@ -28,7 +28,7 @@ from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """What an expert computes, and which of its linear layers are which.
+    """Says what an expert computes, and which of its linear layers are which.
 
     Attributes:
         hidden: Model width.
@@ -126,7 +126,7 @@ def read_weights(experts: Sequence[nn.Module], form: ExpertForm) -> ExpertWeight
 
 
 def has_biases(expert: nn.Module, form: ExpertForm) -> tuple[bool, bool]:
-    """Whether a recognised expert's first projection has a bias, and whether its second has one."""
+    """Tells whether a recognised expert's first projection has a bias, and its second one."""
     fc1, fc2 = _linear(expert, form.fc1[0]), _linear(expert, form.fc2)
     return fc1.bias is not None, fc2.bias is not None
 
@@ -219,7 +219,7 @@ class _Proof:
     grads: tuple[torch.Tensor | None, ...]
 
     def accepts(self, form: ExpertForm) -> bool:
-        """Whether the module computed what the form says."""
+        """Tells whether the module computed what the form says."""
         weights = read_weights([self.copy], form)
         if isinstance(weights, SplitWeights):
             weights = weights.join()

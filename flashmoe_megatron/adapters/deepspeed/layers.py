@@ -43,7 +43,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class Served:
-    """What a fused layer holds besides its own modules.
+    """Holds what a fused layer has besides its own modules.
 
     Attributes:
         experts: Applies its experts.

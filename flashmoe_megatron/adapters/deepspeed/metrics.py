@@ -1,4 +1,4 @@
-"""What the fused layers tell DeepSpeed's monitor, on its own axis of samples."""
+"""Reports the fused layers' metrics to DeepSpeed's monitor, on its own axis of samples."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

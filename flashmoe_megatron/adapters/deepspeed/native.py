@@ -26,7 +26,7 @@ from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 
 class FlashMOELayer(MOELayer):  # type: ignore[misc]
-    """What the class of a ``MOELayer`` becomes: DeepSpeed's gate, then our experts.
+    """Takes the place of a layer's class ``MOELayer``: DeepSpeed's gate, then our experts.
 
     Parameters, buffers and their names are those of ``MOELayer``.
 

@@ -1,4 +1,4 @@
-"""How many routes DeepSpeed's gates chose and kept, which no record of a launch tells."""
+"""Counts the routes that DeepSpeed's gates chose and kept, which no record of a launch tells."""
 
 from collections.abc import Sequence
 

@@ -23,7 +23,7 @@ from flashmoe_megatron.options import (
 
 SECTION = "flashmoe"
 COMM_BACKEND = "flashmoe"
-"""As ``expert_parallel.comm_backend``, another way to switch flashmoe on."""
+"""A value of ``expert_parallel.comm_backend`` that switches flashmoe on, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

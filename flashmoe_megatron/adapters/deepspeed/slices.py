@@ -71,7 +71,7 @@ def _is_expert(parameter: Any) -> bool:
 
 
 def _num_replicas(parameters: Sequence[Any]) -> int:
-    """How many ranks have the same experts."""
+    """Counts the ranks that have the same experts."""
     from deepspeed.utils import groups
 
     names = {parameter.group_name for parameter in parameters if _is_expert(parameter)}

@@ -37,7 +37,7 @@ _IGNORED = frozenset(
 """Attributes that are read in each call, and what torchtitan puts around the experts' forward."""
 
 DTYPE = torch.bfloat16
-"""What torchtitan's experts compute in, whatever their parameters are."""
+"""The dtype in which torchtitan's experts compute, whatever that of their parameters."""
 
 
 class FlashMoEExperts(IndexedExperts):
@@ -46,7 +46,7 @@ class FlashMoEExperts(IndexedExperts):
     WAYS_OUT_OF_DTYPE = "wanted torch.bfloat16, as torchtitan's own experts compute in"
 
     def allow_more(self, num_tokens: int) -> str:
-        """See :meth:`LayerExperts.allow_more`."""
+        """Names the option that bounds tokens."""
         return f"give the override max_tokens={num_tokens}, or leave it out"
 
 
@@ -130,7 +130,7 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
         return out.to(x_BLD.dtype).view(x_BLD.shape)
 
     def _read_shape(self, num_ranks: int) -> MoEConfig:
-        """What the experts of all ranks compute, by those of this one."""
+        """Reads from the experts of this rank what those of all ranks compute."""
         hidden, intermediate = self._sizes
         dispatcher: Any = self.token_dispatcher
         shape = MoEConfig(
@@ -197,7 +197,7 @@ def _read_form(experts: Any) -> dict[str, Any]:
 
 
 def _is_swiglu(experts: Any) -> bool:
-    """Whether experts are torchtitan's usual ones, or GPT-OSS's.
+    """Tells whether experts are torchtitan's usual ones, or GPT-OSS's.
 
     Raises:
         ConfigError: They are of another class, which an override does not admit.
@@ -213,7 +213,7 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _holding_of(experts: Any) -> Holding:
-    """What says what experts compute, but for their parameters; their forward is not called.
+    """Finds all that decides what experts compute but their parameters, and calls no forward.
 
     Raises:
         ConfigError: They have hooks or a ``forward`` that is not torchtitan's.

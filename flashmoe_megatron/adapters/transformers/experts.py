@@ -97,7 +97,7 @@ class RoutedExperts(IndexedExperts):
             )
 
     def allow_more(self, num_tokens: int) -> str:
-        """See :meth:`LayerExperts.allow_more`."""
+        """Names the call that sets the bound of tokens."""
         return (
             f"call flashmoe_megatron.transformers.configure(max_tokens={num_tokens}) before the "
             "first step, or leave max_tokens out"
@@ -179,7 +179,7 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``experts_implementation="flashmoe"`` calls, with the arguments of the module's forward.
+    """Stands behind ``experts_implementation="flashmoe"``, and gets what the forward would.
 
     Where transformers spreads the experts over ranks itself, an id of their number stands for an
     expert of another rank; its choice is left out.

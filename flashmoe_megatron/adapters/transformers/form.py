@@ -29,7 +29,7 @@ from flashmoe_megatron.touched import find_touched
 from flashmoe_megatron.weights import ExpertWeights
 
 _OFFSETS = (0.0, 1.0)
-"""What models add to the up rows."""
+"""Numbers that models add to the up rows."""
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 IGNORED = frozenset({*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS), "forward"})
@@ -40,7 +40,7 @@ _OF_PARAMETERS = "parametrizations"
 
 
 def holding_of(experts: nn.Module) -> Holding:
-    """What says what experts compute, but for their parameters; their modules are not called.
+    """Finds all that decides what experts compute but their parameters, and calls no module.
 
     Args:
         experts: As in :func:`read_shape`.
@@ -220,7 +220,7 @@ def _run(
 
 
 def _computes(config: MoEConfig, rows: torch.Tensor, proofs: Sequence[_Proof]) -> bool:
-    """Whether a formula gives the values and gradients of every run."""
+    """Tells whether a formula gives the values and gradients of every run."""
     out = activate(rows, config)
     want = out.detach(), torch.autograd.grad(out.square().sum(), rows)[0]
     return all(is_close(*pair) for proof in proofs for pair in zip(proof, want, strict=True))

@@ -34,7 +34,7 @@ AfterBackward = Callable[[Sequence[torch.Tensor]], None]
 
 
 class MainGrads(Protocol):
-    """Has backwards add weights' gradients to ``main_grad``, and hears of each weight by a hook.
+    """Has backwards add weights' gradients to ``main_grad``, and learns of each weight by a hook.
 
     The hook is on the weight's gradient accumulator, which autograd runs once in a backward pass,
     after every contribution. A gradient that was added elsewhere reaches it as none.
@@ -49,7 +49,7 @@ class MainGrads(Protocol):
         """Begins a backward of a layer, in the order of the weights.
 
         Args:
-            accumulators: The nodes of autograd of all weights, ``None`` of those that are frozen.
+            accumulators: The nodes of autograd of all weights, ``None`` for frozen weights.
                 ``None`` where this pass runs them all.
 
         Returns:
@@ -59,7 +59,7 @@ class MainGrads(Protocol):
         ...
 
     def is_due(self) -> bool:
-        """Whether what this pass adds will be reduced as soon as it is complete."""
+        """Returns whether the sums of this pass will be reduced as soon as they are complete."""
         ...
 
 
@@ -69,7 +69,7 @@ outputs as ``preact``, if it keeps them."""
 
 
 class Gradients(NamedTuple):
-    """Says where a backward puts the gradients of weights, and who hears of it.
+    """Says where a backward puts the gradients of weights, and which hooks learn of it.
 
     Attributes:
         accumulate_into_main_grad: See :func:`moe_apply`.
@@ -169,8 +169,8 @@ def moe_apply(
         after_backward: Called in backward when the backend's has been issued, before hooks on the
             parameters; in it and in these hooks the backend's ``early_fc2_grads`` may be used.
         on_saved: Called in a forward that saves something, before hooks on saved tensors.
-        main_grads: In place of ``accumulate_into_main_grad``: adds gradients as far as nobody else
-            has to see them, whatever else autograd brings for a weight, and leaves no mark on it.
+        main_grads: In place of ``accumulate_into_main_grad``: adds gradients that no other
+            code has to see, whatever else autograd brings for a weight, and leaves no mark on it.
             ``after_backward`` is called where it is due. None with ``SplitWeights``.
 
     Returns:
@@ -183,8 +183,8 @@ def moe_apply(
         RoutingError: The routing is not usable: a token selects too many experts or one twice, an
             index is out of range, or a weight is NaN.
         FlashMoEError: In backward, if it is asked for a graph of itself (``create_graph=True``).
-        ConfigError: In backward, if some rank has none of this call; those hear of it in their next
-            call.
+        ConfigError: In backward, if some rank has no backward of this call; that rank raises an
+            error in its next call.
     """
     gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
     with Together(backend, may_be_void=True) as together:
@@ -255,7 +255,7 @@ def void_call(
     Its backward takes part in theirs, and its gradients are NaN.
 
     Args:
-        together: What has told the others.
+        together: Has sent the error to the other ranks.
         backend: The layer's.
         x: Tokens of any shape.
         probs: What else gets a gradient, of any shape.
@@ -263,7 +263,7 @@ def void_call(
         gradients: What becomes of their gradients.
 
     Raises:
-        FlashMoEError: The call's own, if ``x`` is no plain tensor, of which nobody could make NaN.
+        FlashMoEError: The call's own, if ``x`` is no plain tensor: NaN can be made for no other.
     """
     assert together.void is not None
     assert together.error is not None
@@ -310,7 +310,7 @@ def _one_routing(
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread, as it is in recomputation."""
+    """Returns whether autograd runs a backward pass on this thread, as in recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -425,7 +425,7 @@ def _refused_again(backend: Backend, void: NaNResult) -> NaNResult:
 
 @dataclasses.dataclass
 class _Inputs:
-    """What a forward keeps if ``keep`` is "inputs"."""
+    """The tensors that a forward keeps if ``keep`` is "inputs"."""
 
     x: torch.Tensor
     probs: torch.Tensor
@@ -445,7 +445,7 @@ class _Destinations:
         owners: The parameters.
         adds: Whether each parameter's gradient is added to main_grad, in the order of the node's
             inputs.
-        main_grads: Who hears of those that are added; ``None`` if the parameters are marked.
+        main_grads: Learns which gradients are added; ``None`` if the parameters are marked.
     """
 
     def __init__(
@@ -474,7 +474,7 @@ class _Destinations:
         return made
 
     def grads(self) -> tuple[torch.Tensor | None, ...]:
-        """What autograd is told, in the order of the node's inputs."""
+        """Returns the gradients for autograd, in the order of the node's inputs."""
         main_grads = self._main_grads
         grads: list[torch.Tensor | None] = []
         for kind in _KINDS:
@@ -519,7 +519,7 @@ def _destinations_of(
         nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
         adds = [gradients.accumulate_into_main_grad and accumulates(node) for node in nodes]
         return _Destinations(ctx.owners, adds)
-    # Nobody can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
+    # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor().accumulator):
         chosen = main_grads.begin(None)
     else:
@@ -530,9 +530,9 @@ def _destinations_of(
 
 
 def accumulates(node: Any) -> bool:
-    """Whether this backward accumulates the gradient of a leaf.
+    """Returns whether this backward accumulates the gradient of a leaf.
 
-    It does not for one that is frozen, nor where only others' gradients are asked for, as
+    It does not for a frozen leaf, nor where only other leaves' gradients are asked for, as
     ``torch.autograd.grad`` does: their main_grad is none of this backward's business.
     """
     if node is None:
@@ -544,7 +544,7 @@ def accumulates(node: Any) -> bool:
 
 
 class _SplitDestinations:
-    """Where the gradients of :class:`SplitWeights` go."""
+    """The buffers for the gradients of :class:`SplitWeights`."""
 
     def __init__(self, weights: SplitWeights, backend: Backend) -> None:
         self._grads = SplitGrads(weights, are_apart=backend.takes_split)
@@ -558,7 +558,7 @@ class _SplitDestinations:
         return []
 
     def grads(self) -> Sequence[torch.Tensor]:
-        """What autograd is told, in the order of the node's inputs."""
+        """Returns the gradients for autograd, in the order of the node's inputs."""
         return _tensors_of(self._grads.split())
 
 
@@ -599,7 +599,7 @@ def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weig
 
 
 class _Anchor(NamedTuple):
-    """A leaf that nobody else has, and its accumulator."""
+    """A leaf that belongs to this module alone, and its accumulator."""
 
     leaf: torch.Tensor
     accumulator: Any
@@ -607,10 +607,10 @@ class _Anchor(NamedTuple):
 
 @functools.cache
 def _anchor() -> _Anchor:
-    """Makes the input by which a node sees which kind of backward pass runs it.
+    """Makes an input that shows a node which kind of backward pass runs it.
 
-    It is on the CPU: there its accumulator has no stream. On a GPU it would have that of the first
-    forward, for which the end of every backward waits, and a capture of a graph refuses to wait.
+    It is on the CPU: there its accumulator has no stream. On a GPU it would have the stream of the
+    first forward; the end of every backward waits for it, and a capture of a graph refuses to wait.
     """
     leaf = torch.zeros((), requires_grad=True)
     return _Anchor(leaf, accumulator_of(leaf))
@@ -687,7 +687,7 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if not is_sequence and (isinstance(value, type) or not dataclasses.is_dataclass(value)):
         return value
     items = list(value) if is_sequence else [getattr(value, name) for name in _names_of(kind)]
-    for at, item in enumerate(items):  # calls itself for what may have tensors in it alone
+    for at, item in enumerate(items):  # recurses only into items that may hold tensors
         if isinstance(item, torch.Tensor):
             tensors.append(item)
             items[at] = _Taken(len(tensors) - 1)

@@ -1,4 +1,4 @@
-"""What a call of a layer's experts is, and what all backends do alike in it.
+"""Defines a call of a layer's experts, and does the steps that are alike in all backends.
 
 The CUDA kernel, the separate kernels and several hosts are a :class:`Backend` each; the autograd
 function, the adapters and the tests know nothing else of them.
@@ -34,7 +34,7 @@ from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
 class Given(NamedTuple):
-    """What a forward is given beside the weights; see :meth:`Backend.forward`."""
+    """The arguments of a forward except the weights; see :meth:`Backend.forward`."""
 
     x: torch.Tensor
     probs: torch.Tensor
@@ -57,7 +57,7 @@ class Grads(NamedTuple):
 
 @dataclass
 class TrafficCounters:
-    """What one rank has put on the links and padded in its own memory since the last reset.
+    """Rows and bytes that one rank has sent, and rows that it has padded, since the last reset.
 
     Attributes:
         rows_sent: Token rows sent to other ranks: dispatched and returned, forward and backward.
@@ -121,7 +121,7 @@ class PendingError:
         self._error = error
 
     def for_nobody(self, error: FlashMoEError, weights: ExpertWeights, grads: Grads) -> Grads:
-        """Puts an error off, and gives the backward that goes on buffers that nobody reads.
+        """Puts an error off, and gives the backward, which goes on, buffers that are never read.
 
         Args:
             error: Why gradients cannot be written.
@@ -160,9 +160,9 @@ class Backend(OfGroup, ABC):
 
     Both calls are collective over the group: every rank makes the same calls in the same order,
     also with no tokens. A forward that one rank refuses ends on every rank with that rank's error:
-    in that call where every rank's host waits for it. Else its output is NaN on every rank, as are
-    those of the forwards behind it, up to the first of which every rank's host knows of the error:
-    that one raises it, on all.
+    in that call where every rank's host waits for it. Else its output is NaN on every rank, and so
+    are those of the forwards after it, until one begins when every rank's host knows the error:
+    that forward raises it, on all ranks.
 
     Args:
         config: The layer's shape.
@@ -176,8 +176,8 @@ class Backend(OfGroup, ABC):
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part, refused ones included.
         takes_split: Whether it reads gate and up projections that are matrices of their own.
-        unfollowed: The ranks that have told in the last forward that no backward of it follows
-            there; none where this rank's host has not waited for what they tell.
+        unfollowed: The ranks that have announced in the last forward that no backward of it follows
+            there; none where this rank's host has not waited for their announcements.
     """
 
     def __init__(
@@ -193,16 +193,16 @@ class Backend(OfGroup, ABC):
     @property
     @abstractmethod
     def traffic(self) -> TrafficCounters:
-        """What this rank has sent and padded so far."""
+        """Counts of the rows that this rank has sent and padded so far."""
         ...
 
     @abstractmethod
     def take_records(self) -> list[LaunchRecord]:
-        """What launches have finished since the last call, oldest first. Not collective.
+        """Returns the launches finished since the last call, oldest first. Not collective.
 
         Never waits, neither for a device nor for a peer: a launch that is under way is in a later
-        call's list. Records that nobody takes are given up, the oldest first. Backends that share
-        memory may share their records: then each record is given once, to whoever asks first.
+        call's list. Records that no caller takes are dropped, the oldest first. Backends that share
+        memory may share their records: then only the first caller gets each record.
         """
         ...
 
@@ -231,7 +231,7 @@ class Backend(OfGroup, ABC):
             weights: The local experts.
             training: Whether what a backward needs is returned as ``saved``.
             followed: Whether a backward will follow, be it that it runs this forward again first.
-                The other ranks are told if none does, since all of them have to take part in it.
+                If none does, the other ranks learn it, since all of them have to take part in it.
                 By default, ``training``.
             first_plan: Where a backward runs a forward again, what that has returned as ``saved``.
             layer: A number from 0 to 65,535 that comes back in the records of this forward and of
@@ -345,11 +345,11 @@ class Backend(OfGroup, ABC):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether no other rank takes part in a backward."""
+        """True if no other rank takes part in a backward."""
         return self.config.num_ranks == 1
 
     def _writable(self, weights: ExpertWeights, grads: Grads) -> tuple[Grads, bool]:
-        """Returns where a backward writes, and whether nobody reads it since it cannot be right.
+        """Returns where a backward writes, and whether that stays unread as it cannot be right.
 
         Raises:
             ShapeError: There is one rank, and a gradient cannot be written.
@@ -373,7 +373,7 @@ class Backend(OfGroup, ABC):
     def raise_pending_fault(self) -> None:
         """Raises what a launch has found wrong that the host did not wait for. Not collective.
 
-        Every call looks for it first; whoever replays launches in a graph asks for it here.
+        Every call looks for it first; a caller that replays launches in a graph asks for it here.
 
         Raises:
             FlashMoEError: A launch could not be completed.
@@ -405,8 +405,8 @@ class LooksAhead(Protocol):
     ) -> None:
         """Settles on the experts in spare slots for the next forward of a layer. Collective.
 
-        That forward plans from its own routing which slot computes what. A forward for which
-        nothing is settled plans both; so does one on the kernel between which and its settlement
+        That forward plans from its own routing which slot computes what. A forward without
+        a settlement plans both; so does one on the kernel between which and its settlement
         the group has launched anything else, since layers share their slots.
 
         Args:
@@ -427,7 +427,7 @@ class Together:
 
     Args:
         backend: The layer's.
-        may_be_void: The caller goes on behind the block with an output of NaN where the others hear
+        may_be_void: The caller goes on after the block with an output of NaN where the others learn
             of the error late. Else the error is raised here at once, and once more in a later call.
 
     Attributes:
@@ -443,7 +443,7 @@ class Together:
         self._num_calls = backend.num_calls
 
     def __enter__(self) -> "Together":
-        """Nothing is told before there is an error."""
+        """Returns itself; nothing is sent before there is an error."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:

@@ -122,7 +122,7 @@ def _apply_choices(
 
 
 class RouterOutput(NamedTuple):
-    """What a layer with a fused router gives.
+    """The output of a layer with a fused router.
 
     Attributes:
         out: ``[num_tokens, hidden]`` in the dtype of the tokens.
@@ -152,7 +152,7 @@ def moe_router_forward(
     """Lets every token choose its experts and applies them, in one launch. Collective.
 
     Logits are products of ``x`` and ``router_weight`` with float32 sums, as in Megatron's router
-    with ``--moe-router-dtype fp32``. What comes back beside the output is for auxiliary losses.
+    with ``--moe-router-dtype fp32``. The other tensors of the result are for auxiliary losses.
 
     Args:
         x: ``[num_tokens, hidden]``, contiguous, 16-byte aligned.
@@ -208,15 +208,15 @@ class FlashMoELayer(nn.Module):
 
     Expert ``e`` lives on rank ``e // config.num_local_experts``. Construction and every call are
     collective over the group. Gradients of experts are plain sums over the tokens of all ranks;
-    averaging them over data-parallel replicas is the part of whoever trains the model, as is the
+    averaging them over data-parallel replicas is left to the training loop, as is the
     router's gradient: see :func:`~flashmoe_megatron.data_parallel.prepare_for_ddp`.
 
     Attributes:
         config: The layer's shape.
         expert_group: The ranks that the experts are spread over.
         fc1: The experts' ``[num_experts, fc1_rows, hidden]`` parameter, absent with ``split``. On
-            several ranks this and the following are DTensors of which each rank has the part of its
-            own experts.
+            several ranks this and the following are DTensors; each rank has the part of its own
+            experts.
         fc1_gate: With ``split`` their ``[num_experts, intermediate, hidden]`` gate projections.
         fc1_up: With ``split`` their up projections, of the same shape.
         fc2: Their ``[num_experts, hidden, intermediate]`` parameter.
@@ -272,8 +272,8 @@ class FlashMoELayer(nn.Module):
                 ``fc1_up``, in place of ``fc1``; the kernel reads and differentiates them where they
                 are.
             check_routing: See :func:`moe_forward`.
-            **options: See :func:`~flashmoe_megatron.select.select_backend`; none beside
-                another layer's backend.
+            **options: See :func:`~flashmoe_megatron.select.select_backend`; none together
+                with another layer's backend.
 
         Raises:
             ConfigError: The group does not fit ``config``, ranks disagree on it, nothing can be
@@ -344,7 +344,7 @@ class FlashMoELayer(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        """What computes the layer; may be given to further layers of the same shape.
+        """The backend that computes the layer; may be given to further layers of the same shape.
 
         It is chosen when the layer is made, and again at the first use after the layer has moved to
         another device, or in another dtype, as under ``torch.autocast``, or after a wrapper's
@@ -362,7 +362,7 @@ class FlashMoELayer(nn.Module):
         if self._given is not None:
             return self._given
         fc2 = self._parameters.get("fc2")  # a tracer puts what has no device in place of self.fc2
-        if fc2 is None:  # pruned or parametrized: it is computed from what stands under other names
+        if fc2 is None:  # pruned or parametrized: computed from parameters under other names
             fc2 = self.fc2
         device = fc2.device
         if device.type == "meta":
@@ -391,7 +391,7 @@ class FlashMoELayer(nn.Module):
         """Draws router and experts as ``nn.Linear`` does: uniform within ``1 / sqrt(fan_in)``.
 
         Every rank draws all experts and keeps its own part: one seed gives one model, whatever the
-        number of ranks, and also behind FSDP's ``fully_shard``.
+        number of ranks, and also after FSDP's ``fully_shard``.
 
         Raises:
             ConfigError: The router is no ``nn.Linear``, or what is to be drawn is computed from
@@ -543,7 +543,7 @@ class FlashMoELayer(nn.Module):
     def expert_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that have this rank's experts, without the router's, by their names.
 
-        They are others than those that the layer computes with where these are pruned or
+        They differ from the tensors that the layer computes with where these are pruned or
         parametrized.
         """
         for name, parameter in self._parameters.items():
@@ -588,7 +588,7 @@ class FlashMoELayer(nn.Module):
     ) -> None:
         """Takes the own part of plain tensors of all experts, and refuses those of other parts.
 
-        So it does for what is below: a parametrization keeps the experts in a module of its own,
+        The same holds for submodules: a parametrization keeps the experts in a module of its own,
         which torch loads next from the same dictionary.
         """
         for name, parameter in self.named_parameters():
@@ -608,7 +608,7 @@ class FlashMoELayer(nn.Module):
         return self
 
     def _follow_parameters(self, before: torch.device) -> None:
-        """Does anew what torch loses with parameters that it moves or replaces.
+        """Restores what torch loses with parameters that it moves or replaces.
 
         Args:
             before: Where the parameters were.
@@ -681,7 +681,7 @@ def _check_arguments(
     lacks_router: bool,
     split: bool,
 ) -> tuple[str, bool]:
-    """Refuses arguments of which this rank can make no layer. Not collective.
+    """Refuses arguments that make no layer on this rank. Not collective.
 
     Returns:
         What is a collective or none, for the other ranks: whose the backend is, and whether the
@@ -720,7 +720,7 @@ def _check_arguments(
 
 
 def _default_device() -> torch.device:
-    """What ``torch.device(...)`` as a context or ``torch.set_default_device`` say, else a GPU."""
+    """Returns the device of ``torch.device(...)`` or ``torch.set_default_device``, else a GPU."""
     # torch.get_default_device does not tell whether "cpu" was chosen.
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if any(isinstance(mode, DeviceContext) for mode in modes):

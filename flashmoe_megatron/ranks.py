@@ -1,4 +1,4 @@
-"""All that the ranks of a process group say to each other, but for what exchanges carry.
+"""All messages between the ranks of a process group, except the rows that exchanges carry.
 
 Ranks agree on settings and share objects, and an error of one ends a call on all of them. Every
 wait is bounded, and an error names the rank that had it.
@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 REFUSED = -1
 """A rank that refuses a call sends this in the place of every count."""
 UNFOLLOWED = 1 << 40
-"""A rank adds this to every count that it sends in a forward of which it has no backward."""
+"""A rank adds this to every count that it sends in a forward without a backward."""
 
 _made: dict[tuple[Any, ...], Any] = {}
 _named: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]" = weakref.WeakKeyDictionary()
@@ -291,7 +291,7 @@ def check_member(group: object, name: str = "group") -> None:
         name: The argument's.
 
     Raises:
-        ConfigError: On this rank, for which those in the group do not wait.
+        ConfigError: On this rank; the ranks in the group do not wait for it.
     """
     if isinstance(group, DeviceMesh):
         is_member = group.get_coordinate() is not None
@@ -305,17 +305,13 @@ def check_member(group: object, name: str = "group") -> None:
 
 
 def unfollowed_ranks(told: Sequence[int]) -> tuple[int, ...]:
-    """Returns the ranks without a backward of a forward.
-
-    Args:
-        told: One of the counts that each has sent.
-    """
+    """Returns the ranks without a backward of a forward, by one count that each has sent."""
     # A rank that refuses the call sends a negative number, with or without the addend.
     return tuple(rank for rank, count in enumerate(told) if count > UNFOLLOWED // 2)
 
 
 class StoreRanks(Ranks):
-    """Ranks that speak through the store by which torch.distributed has met.
+    """Ranks that speak through the store of torch.distributed's rendezvous.
 
     No device takes part, and a rank may ask and go on. Values travel as JSON, so that a store that
     others can write to runs nothing; a tuple arrives as a list. A group of gloo's would have to be
@@ -324,7 +320,7 @@ class StoreRanks(Ranks):
     Args:
         group: Two or more ranks.
         timeout: Seconds until a rank that does not answer is an error.
-        purpose: Begins the names under which values are stored.
+        purpose: Begins the names of the stored values.
 
     Attributes:
         group: The group as torch knows it.
@@ -357,7 +353,7 @@ class StoreRanks(Ranks):
         return self.ask(value).wait()
 
     def can_meet(self) -> bool:
-        """Whether the group is still there; the ranks of a destroyed one go their own ways."""
+        """Returns whether the group still exists; ranks of a destroyed group go their own ways."""
         return not is_destroyed(self.group)
 
     def leave(self) -> None:
@@ -366,7 +362,7 @@ class StoreRanks(Ranks):
             self._store.set(self._key("left", self.rank), "")
 
     def is_left(self) -> bool:
-        """Whether every rank has left, or the job ends whose ranks could tell each other."""
+        """Returns whether every rank has left, or their job has ended."""
         if not self._is_of_this_job():
             return True
         try:
@@ -375,7 +371,7 @@ class StoreRanks(Ranks):
             return True
 
     def has(self, number: int | str, rank: int) -> bool:
-        """Whether a rank has sent its value of a number. Not collective."""
+        """Returns whether a rank has sent its value of a number. Not collective."""
         return bool(self._store.check([self._key(number, rank)]))
 
     def read(self, number: int) -> list[Any]:
@@ -383,7 +379,7 @@ class StoreRanks(Ranks):
         keys = [self._key(number, rank) for rank in range(self.num_ranks)]
         values = [json.loads(self._store.get(key)) for key in keys]
         read = f"{self._prefix}/{number}/read"
-        if self._store.add(read, 1) == self.num_ranks:  # nobody will ask for them any more
+        if self._store.add(read, 1) == self.num_ranks:  # no rank will ask for them any more
             for key in (read, *keys):
                 self._store.delete_key(key)
         return values

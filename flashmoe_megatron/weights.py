@@ -12,7 +12,7 @@ from flashmoe_megatron.errors import ConfigError, ShapeError
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The local experts' weights, wherever they live; read anew at each call.
+    """The local experts' weights, wherever they live; read again at each call.
 
     Each tensor is one expert's or, with one more dimension in front, a stack of several experts'.
     The tensors of a kind hold all local experts in order. Lists of them become tuples.
@@ -28,7 +28,7 @@ class ExpertWeights:
         fc2_bias: ``[hidden]`` or ``[num_experts, hidden]`` tensors, added times the routing weight;
             empty where the experts have none. The kernel wants both kinds or none.
         split: Gate and up rows are matrices of their own, ``[intermediate, hidden]`` or stacks of
-            them: ``fc1`` has all local experts' gates and behind them all their ups. Only for
+            them: ``fc1`` has all local experts' gates and after them all their ups. Only for
             backends that take it (:attr:`~flashmoe_megatron.call.Backend.takes_split`).
     """
 
@@ -101,7 +101,7 @@ class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each we
 
     Attributes:
         buffer: Same shape and layout as the weight; float32 or the weight's dtype.
-        accumulate: Add to what the buffer holds (Megatron's ``main_grad``) or overwrite it.
+        accumulate: Add to the buffer (Megatron's ``main_grad``) or overwrite it.
     """
 
     buffer: torch.Tensor

@@ -58,7 +58,7 @@ class OptionsWithin(BackendOptions):
 
 @dataclasses.dataclass(frozen=True)
 class SavedOverHosts:
-    """What a forward keeps for its backward.
+    """The state that a forward keeps for its backward.
 
     Attributes:
         legs: The ways of its tokens.
@@ -100,7 +100,7 @@ class HostsBackend(Backend):
     """Routed experts over hosts; implements :class:`~flashmoe_megatron.call.Backend`.
 
     Without a row bound, sizes follow the counts that every forward exchanges first: the host waits
-    for them once, and every rank hears of a refusal. With one, all tokens go to all hosts, every
+    for them once, and every rank learns of a refusal. With one, all tokens go to all hosts, every
     size is fixed and a GPU's host waits for nothing.
 
     Shares of a token are summed in float32 (float64 if ``x`` is), in the order of hosts.
@@ -218,7 +218,7 @@ class HostsBackend(Backend):
 
     @property
     def traffic(self) -> TrafficCounters:
-        """What this rank has sent within its host and to others, and padded, so far."""
+        """Counts of rows that this rank has sent, within its host and to others, and padded."""
         parts = [one.traffic for one in self._distinct()]
         crossed = self._rail.crossed
         return TrafficCounters(
@@ -231,7 +231,7 @@ class HostsBackend(Backend):
         )
 
     def take_crossed(self) -> Crossed:
-        """What has crossed since the last call; waits for nothing."""
+        """Returns what has crossed hosts since the last call; waits for nothing."""
         self._rail.watch.collect()
         crossed = self._rail.crossed.since(self._taken)
         self._taken = dataclasses.replace(self._rail.crossed)
@@ -360,7 +360,7 @@ class HostsBackend(Backend):
         """Launches as rows arrive, and adds up what comes back. Collective over the group.
 
         A launch that fails leaves the other hosts waiting for shares: they get NaN, and every rank
-        hears of the failure in the next call.
+        learns of the failure in the next call.
 
         Args:
             legs: The ways; each one's launches begin when its rows are there.
@@ -432,7 +432,7 @@ class HostsBackend(Backend):
             one.raise_pending_fault()
 
     def early_fc2_grads(self) -> AbstractContextManager[object] | None:
-        """Lets others begin with those that the backend within the host has; see the base class."""
+        """Returns the context of the backend within the host; see the base class."""
         return None if self._last is None else self._last.early_fc2_grads()
 
     def _cross(
@@ -504,7 +504,7 @@ class HostsBackend(Backend):
         )
 
     def _words(self, *, is_refused: torch.Tensor | bool) -> torch.Tensor:
-        """What a rank tells all: whether it refuses the call, its tokens, how many go where.
+        """Returns a rank's message to all: a refusal of the call, its tokens, how many go where.
 
         A rank that has no backward of the call adds :data:`UNFOLLOWED` to its tokens.
         """
@@ -520,7 +520,7 @@ class HostsBackend(Backend):
         return told
 
     def _hear(self, own: str | None) -> FlashMoEError:
-        """What the first rank that refuses this call has refused. Collective over the group."""
+        """Returns the error of the first rank that refuses this call. Collective over the group."""
         told = self._rail.ranks.first_error(own)
         assert told is not None
         return told

@@ -57,7 +57,7 @@ CLUSTER_SIZE = 2
 
 @dataclass
 class SavedForward:
-    """What a forward keeps for its backward: received rows, or the tokens to fetch them from."""
+    """A forward's state for its backward: received rows, or the tokens to fetch them from."""
 
     plan: torch.Tensor
     rows: torch.Tensor | None
@@ -84,7 +84,7 @@ class PendingForward:
     """Its replicas have been settled on before."""
 
     def arguments(self, router: Router | None) -> tuple[object, ...]:
-        """What this rank brings, as :func:`~flashmoe_megatron.kernel.ops.given` gives it."""
+        """Returns this rank's arguments, as :func:`~flashmoe_megatron.kernel.ops.given` does."""
         given = self.given
         return ops.given(
             given.x,
@@ -98,7 +98,7 @@ class PendingForward:
 
 
 class _Buffers(NamedTuple):
-    """What the launch of a layer writes to, beside its plan."""
+    """Memory that the launch of a layer writes to, except its plan."""
 
     rows: torch.Tensor
     preact: torch.Tensor | None
@@ -113,7 +113,7 @@ class _PlanOutcome(NamedTuple):
         status: The library's.
         num_row_blocks: Blocks of 128 rows that this rank receives.
         unfollowed: Mask of the ranks that have no backward of this forward.
-        is_heard_late: The plan failed, and the host of some rank hears of it at a later call.
+        is_heard_late: The plan failed, and the host of some rank learns of it at a later call.
     """
 
     status: int
@@ -128,7 +128,7 @@ def count_routes(routing_map: torch.Tensor) -> torch.Tensor:
 
 
 def _addresses(problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup) -> tuple[int, int]:
-    """What an operator takes in place of structs; they have to outlive the call."""
+    """Returns addresses for an operator, which takes no structs; they must outlive the call."""
     return ctypes.addressof(problem), ctypes.addressof(group)
 
 
@@ -210,7 +210,7 @@ class KernelBackend(Backend):
             raise ConfigError(f"reserved_sms={self.options.reserved_sms}: the GPU has {sms} SMs")
         self._transposed = self._split = False
         self._dtype = torch.bfloat16
-        # A layer that cannot be served must not shape the heap of those that can.
+        # A layer that cannot be served must not shape the heap of layers that can.
         alone = self._problem_on(bindings.HeapBounds.of(config, self.spare_slots))
         bindings.call("sizes", alone, bindings.FlashMoESizes())
         self.memory.register(config, self.spare_slots)
@@ -264,7 +264,7 @@ class KernelBackend(Backend):
             )
         with self.memory.ahead(routing_map):
             tables: WeightTables | None = None
-            # The others are on their way, and are told by this rank's forward.
+            # The others are on their way, and this rank's forward sends them the error.
             with contextlib.suppress(ConfigError, ShapeError):
                 tables = self._use_weights(read_weights())
             maps, biases = (tables.maps, tables.biases) if tables else (None, None)
@@ -275,7 +275,7 @@ class KernelBackend(Backend):
         self.memory.settled_for = (self, layer)
 
     def _take_settled(self, layer: int) -> bool:
-        """Whether the last launch has settled on the replicas of this forward; the next has not."""
+        """Returns whether the last launch settled this forward's replicas, and forgets it."""
         settled_for, self.memory.settled_for = self.memory.settled_for, None
         return settled_for == (self, layer) and not torch.cuda.is_current_stream_capturing()
 
@@ -303,20 +303,20 @@ class KernelBackend(Backend):
         return None
 
     def _failure(self, outcome: _PlanOutcome) -> FlashMoEError:
-        """Why a plan has failed; without a fault, by which all ranks stop, all make new memory."""
+        """Returns a plan's error; without a recorded fault, all ranks allocate new memory."""
         fault = self.memory.take_fault()  # it says more than the status does
         self.memory.is_void = self.memory.is_void or fault is None
         return fault or bindings.error(outcome.status)
 
     def _goes_on(self, outcome: _PlanOutcome) -> bool:
-        """Whether a call ends by an error that is raised later, which is not put off for ever."""
+        """Returns whether a call ends by an error that is raised later, within the timeout."""
         if not (outcome.is_heard_late and self.memory.has_shared_fault):
             return False
         self.memory.is_void = self.memory.seconds_of_fault() > self.options.timeout
         return not self.memory.is_void
 
     def _void(self, plan: torch.Tensor, reason: str) -> NaNResult:
-        """A forward whose plan has failed, and of whose error some rank's host hears later.
+        """Returns NaN for a failed plan whose error some rank's host learns of later.
 
         The fault stays. A host that knows of it launches nothing but plans that it waits for, which
         tell it whether all do so. Then all raise, in the same call; until then all go on with NaN,
@@ -345,11 +345,11 @@ class KernelBackend(Backend):
         return torch.full_like(given.x, torch.nan), void.of(given.probs)
 
     def _raise_shared(self, first_plan: torch.Tensor | None) -> None:
-        """Raises what is to be told to all ranks: an error that this rank's host knows of.
+        """Raises the error that this rank's host knows of and has to send to all ranks.
 
-        A single rank's host, and one that captures a graph, raise it at once, as do all whose
-        group has given up. A forward that runs again for its backward does not tell of a backward
-        that some rank lacks: it may be a part of one itself, in which that rank hears nothing.
+        A single rank's host, and a host that captures a graph, raise it at once, as do all whose
+        group has given up. A forward that runs again for its backward does not report a backward
+        that some rank lacks: it may be a part of one itself, in which that rank learns nothing.
         """
         if first_plan is None:
             self._pending.tell()
@@ -489,7 +489,7 @@ class KernelBackend(Backend):
         return out, saved
 
     def _header_of(self, plan: torch.Tensor) -> torch.Tensor | None:
-        """What a plan says of other ranks, for when its forward runs again for its backward."""
+        """Copies what a plan says of other ranks, for a second run of its forward in backward."""
         return plan[: bindings.PLAN_HEADER_BYTES].clone() if self.config.num_ranks > 1 else None
 
     @staticmethod
@@ -595,7 +595,7 @@ class KernelBackend(Backend):
     @property
     @_on_own_device
     def traffic(self) -> TrafficCounters:
-        """What this rank's kernels have moved for all layers of the group so far.
+        """Counts of rows that this rank's kernels have moved so far, for all layers of the group.
 
         Waits for the current stream.
         """
@@ -615,9 +615,9 @@ class KernelBackend(Backend):
     def raise_pending_fault(self) -> None:
         """Raises what a launch found wrong that the host did not wait for.
 
-        Not collective: ranks are in step behind it where each has waited for its GPU before it.
+        Not collective: ranks are in step after it where each has waited for its GPU before it.
         Usable after CUDA itself has failed. The group can be used again afterwards; after a timeout
-        its next call allocates its memory anew, on all ranks.
+        its next call allocates new memory, on all ranks.
 
         Raises:
             RowBoundError: A rank was to receive more rows than ``row_bound`` allows.
@@ -636,7 +636,7 @@ class KernelBackend(Backend):
             raise error
 
     def _put_off_unmatched(self) -> None:
-        """Has the ranks without a backward of this one's hear of it in their next call."""
+        """Has ranks that lack a backward which this rank ran learn of it in their next call."""
         if unfollowed := self.memory.unfollowed():
             self.put_off(unmatched_backward(unfollowed))
 
@@ -646,7 +646,7 @@ class KernelBackend(Backend):
 
     @property
     def heap_bytes(self) -> int:
-        """Bytes of symmetric memory on every rank, for this layer or for what it shares it with."""
+        """Bytes of symmetric memory on every rank, for this layer or for all that share it."""
         self._describe()
         return max(int(self._sizes.heap_bytes), self.memory.heap_bytes)
 
@@ -688,7 +688,7 @@ class KernelBackend(Backend):
         return None if training else transient_blocks(self._sizes)
 
     def _prepare(self) -> bindings.FlashMoEProblem:
-        """The problem, with memory for it. Collective where the memory is made anew.
+        """Returns the problem, with memory for it. Collective where new memory is made.
 
         Raises:
             FlashMoEError: A launch has left a fault, unless ranks have yet to agree on the call

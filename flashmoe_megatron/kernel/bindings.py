@@ -46,14 +46,14 @@ ACTIVATIONS = {
 
 
 class _Sized(ctypes.Structure):
-    """A struct that begins with its own size, by which the library refuses another version."""
+    """A struct that begins with its own size, so that the library can refuse another version."""
 
     def __init__(self, *values: Any, **fields: Any) -> None:
         super().__init__(ctypes.sizeof(self), *values, **fields)
 
 
 class FlashMoEProblem(_Sized):
-    """What is computed."""
+    """The problem: shapes and options of a layer."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -85,7 +85,7 @@ class FlashMoEProblem(_Sized):
 
 
 class HeapBounds(NamedTuple):
-    """What a heap is laid out for: the most that any of the layers has that share it.
+    """Sizes that a heap is laid out for: the largest of all layers that share it.
 
     Attributes:
         tokens: Most tokens of one rank.
@@ -189,7 +189,7 @@ class FlashMoEGroup(_Sized):
 
 
 class FlashMoESlot(_Sized):
-    """Where a spare slot lies in a rank's heap."""
+    """The place of a spare slot in a rank's heap."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -212,7 +212,7 @@ PLAN_HEADER_BYTES = 16
 
 
 class FlashMoEFault(ctypes.Structure):
-    """Who waited for what, when a wait ran out of time; or which rank refused what."""
+    """A wait that ran out of time, with the waiting rank; or a rank's refusal."""
 
     _fields_ = [
         ("code", ctypes.c_uint32),
@@ -235,7 +235,7 @@ MAX_SPARE_SLOTS = 64
 
 
 class FlashMoECounters(ctypes.Structure):
-    """What a rank's launches have counted so far."""
+    """Counts of a rank's launches so far."""
 
     _fields_ = [
         ("nanoseconds", ctypes.c_uint64 * NUM_SPANS),
@@ -247,7 +247,7 @@ class FlashMoECounters(ctypes.Structure):
 
 
 class FlashMoERecord(ctypes.Structure):
-    """What one launch tells of itself."""
+    """The record that one launch makes of itself."""
 
     _fields_ = [
         ("sequence", ctypes.c_uint64),
@@ -269,7 +269,7 @@ class FlashMoERecord(ctypes.Structure):
 
 
 class FlashMoEInput(_Sized):
-    """What a rank brings to a forward."""
+    """The input of a rank in a forward."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -362,7 +362,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def library_path() -> Path:
-    """The package's own library, or the one that ``$FLASHMOE_LIBRARY`` names.
+    """The package's own library, or the library at ``$FLASHMOE_LIBRARY``.
 
     Raises:
         DeviceError: The variable has a relative path, which would depend on the working folder.

@@ -13,9 +13,9 @@ class UniformGrads:
     """The gradients of one call, all of one dtype, all added or all written, and all aligned.
 
     Most calls have them like this: then these are the caller's own. They differ where some
-    parameters have a ``main_grad`` and others, as frozen ones, have none; those that are not of the
-    widest kind then get a buffer of it, for the length of the call. So do those that do not begin
-    at a multiple of 16 bytes, as a ``main_grad`` that Megatron lays behind one of odd length.
+    parameters have a ``main_grad`` and others, as frozen ones, have none; gradients that are not of
+    the widest kind then get a buffer of it, for the length of the call. So do gradients that do not
+    begin at a multiple of 16 bytes, as a ``main_grad`` that Megatron lays after one of odd length.
 
     Args:
         grads: Where the gradients of all weights and biases go, at least one.
@@ -51,7 +51,7 @@ class UniformGrads:
 
     @property
     def are_own(self) -> bool:
-        """Whether these are all the caller's own, so that there is nothing to settle."""
+        """True if these are all the caller's own, so that there is nothing to settle."""
         return not self._lent
 
     def settle(self) -> None:

@@ -27,7 +27,7 @@ _Table = TypeVar("_Table")
 
 @dataclass(frozen=True)
 class WeightTables:
-    """Where the kernel finds the experts' weights.
+    """Tables in which the kernel finds the experts' weights.
 
     Attributes:
         maps: TMA descriptors of all matrices, on the device.
@@ -60,7 +60,7 @@ class AddressTables:
         problem: bindings.FlashMoEProblem,
         sizes: bindings.FlashMoESizes,
     ) -> WeightTables:
-        """The tables of a layer's weights, whose addresses are read anew at every call.
+        """Returns the tables of a layer's weights, whose addresses are read again at every call.
 
         Args:
             weights: The local experts.

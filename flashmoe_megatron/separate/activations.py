@@ -1,6 +1,6 @@
 """Activations and their derivatives in plain torch, free of autograd, and the dtype of sums.
 
-All in the dtype of what is given, element by element.
+All compute in the dtype of their input, element by element.
 """
 
 import math
@@ -17,7 +17,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def activate(pre_activation: torch.Tensor, config: MoEConfig) -> torch.Tensor:
-    """What becomes of fc1's output.
+    """Applies the activation to fc1's output.
 
     Args:
         pre_activation: ``[rows, fc1_rows]``, in the order of fc1's rows.

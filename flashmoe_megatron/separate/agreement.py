@@ -1,4 +1,4 @@
-"""What ranks tell each other before rows travel: how many there are, or what a rank refuses."""
+"""Exchanges the numbers of rows before rows travel; a rank with bad input reports it here."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -24,12 +24,12 @@ from flashmoe_megatron.separate.tensor import TensorGroup
 
 
 class Heard(NamedTuple):
-    """What other ranks have told.
+    """Numbers that the other ranks have sent.
 
     Attributes:
         received: ``[sources, num_local_experts]``, the rows that each sends to this rank's experts;
             :data:`UNFOLLOWED` more of each source that has no backward of this call.
-        wait: Waits until the host knows what this rank has told, and what it has heard.
+        wait: Waits until the host knows the numbers that this rank has sent and received.
     """
 
     received: torch.Tensor
@@ -39,7 +39,7 @@ class Heard(NamedTuple):
 class Agreement:
     """The numbers of one backend's calls.
 
-    :meth:`tell`, :meth:`plan` behind it, and :meth:`refuse` instead of both are collective.
+    :meth:`tell`, :meth:`plan` after it, and :meth:`refuse` instead of both are collective.
 
     Attributes:
         is_alone: Whether there is no other rank.
@@ -82,7 +82,7 @@ class Agreement:
     def tell(self, counts: torch.Tensor, *, followed: bool = True) -> Heard:
         """Tells all ranks the numbers of routes, and whether this one has a backward of the call.
 
-        What is refused may be told of as followed: the call has no backward anywhere.
+        A call that is refused may be announced as followed: it has no backward anywhere.
         """
         if self.is_alone:
             return Heard(counts.view(1, -1), self.host_counts(counts))
@@ -95,7 +95,7 @@ class Agreement:
         return Heard(received.contiguous().view(-1, self._config.num_local_experts), wait)
 
     def told_by_all(self, heard: Heard) -> Table:
-        """Waits for ``[rank][expert]``, what all ranks have told where every rank hears all."""
+        """Waits for the numbers of all ranks, ``[rank][expert]``, where every rank receives all."""
         num_experts = self._config.num_experts
         told = heard.wait()
         return Table.of(
@@ -116,8 +116,8 @@ class Agreement:
         """Agrees on the numbers of routes; the host waits for them once.
 
         Args:
-            heard: From :meth:`tell`.
-            found: What it has told of.
+            ``heard``: From :meth:`tell`.
+            found: The routes whose numbers it has sent.
             probs: What a backend's forward takes.
             routing_map: Likewise.
 
@@ -259,7 +259,7 @@ class Agreement:
         return table[:, self._talk.rank * local : (self._talk.rank + 1) * local], table
 
     def _hear_refusal(self, own: str | None, *, is_here: bool) -> FlashMoEError:
-        """What the first rank that refuses this call has refused.
+        """Returns the error of the first rank that refuses this call.
 
         Args:
             own: Why this one does, ``None`` if it does not.
@@ -280,10 +280,10 @@ class Agreement:
 
 
 def without_marks(told: Table) -> Table:
-    """The counts of rows, if some ranks have told theirs with :data:`UNFOLLOWED`.
+    """Returns the counts of rows, if some ranks have sent theirs with :data:`UNFOLLOWED`.
 
     Args:
-        told: ``[sources][experts]``. It is returned itself where no rank has.
+        ``told``: ``[sources][experts]``. It is returned itself where no rank has.
     """
     marked = unfollowed_ranks([counts[0] for counts in told])
     if not marked:

@@ -63,7 +63,7 @@ _Summands = tuple[torch.Tensor, Sequence[WeightGrad]]
 
 @dataclass(frozen=True)
 class _Saved:
-    """What backward needs; rows are in the order of experts, whatever the degree was.
+    """State for backward; rows are in the order of experts, whatever the degree was.
 
     Attributes:
         routes: The routes.
@@ -156,7 +156,7 @@ class SeparateBackend(Backend):
 
     @property
     def traffic(self) -> TrafficCounters:
-        """What this rank has sent and padded so far."""
+        """Counts of the rows that this rank has sent and padded so far."""
         return self._traffic
 
     @property
@@ -167,8 +167,8 @@ class SeparateBackend(Backend):
     def take_records(self) -> list[LaunchRecord]:
         """Takes what is known of the calls that have ended; see the base class.
 
-        Phases follow each other on the current stream: the plan, the parts with what they had to
-        wait for, and the end.
+        Phases follow each other on the current stream: the plan, the parts with their waits, and
+        the end.
         """
         return self._records.take()
 
@@ -285,7 +285,7 @@ class SeparateBackend(Backend):
     def _needs_no_counts(
         self, weights: ExpertWeights, found: Sorted, degree: int, is_grouped: bool
     ) -> bool:
-        """Whether a forward can be issued whole before the host knows how many rows there are."""
+        """Returns whether a forward can be issued before the host knows how many rows there are."""
         return (
             self._agreement.is_alone
             and degree == 1
@@ -347,7 +347,7 @@ class SeparateBackend(Backend):
         """Ends the other ranks' forward at once; see the base class.
 
         Raises:
-            FlashMoEError: What has ended the exchange, of which they know themselves.
+            FlashMoEError: The error that has ended the exchange; they know it themselves.
         """
         self._exchange.raise_if_broken()
         if self._replicas is not None:
@@ -384,7 +384,7 @@ class SeparateBackend(Backend):
             self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i))
             for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))
         ]
-        of_rows = None  # behind the gradients, since only weights' gradients need them
+        of_rows = None  # after the gradients, since only weights' gradients need them
         if saved.rows is None:
             again = Call.of("forward", saved.layer)
             of_rows = self._dispatch(
@@ -450,7 +450,7 @@ class SeparateBackend(Backend):
         assert weighted is not None
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
         pairs: list[_Pair] = [(grad_pre, rows, written.fc1), (grad_y, weighted, written.fc2)]
-        if weights.split:  # all gates and behind them all ups
+        if weights.split:  # all gates and after them all ups
             gate, up = grad_pre.chunk(2, dim=1)
             gates, ups = _halves(written.fc1)
             pairs[:1] = [(gate, rows, gates), (up, rows, ups)]
@@ -494,7 +494,7 @@ class SeparateBackend(Backend):
         return steps_for(x)
 
     def _count_pads(self, routes: Routes) -> None:
-        """Counts pad rows, of which there are none."""
+        """Counts no pad rows, since there are none."""
 
     def _of_slots(
         self, weights: ExpertWeights, placement: Placement | None
@@ -534,7 +534,7 @@ class SeparateBackend(Backend):
     def _sizes(
         self, routes: Routes, all_counts: Table | None, degree: int
     ) -> tuple[Sequence[Sizes], Sequence[Counts], Sizes, Counts]:
-        """The sizes of all parts and by which counts they travel, then those of the whole."""
+        """Returns sizes and row counts of each part, then of all parts together."""
         sizes = routes.sizes(degree)
         counts = self._agreement.counts_of(routes, all_counts, sizes)
         if degree == 1:
@@ -557,7 +557,7 @@ class SeparateBackend(Backend):
         return self._ways.there(routed, counts, sizes, ready)
 
     def _rows_of_experts(self, way: Way, part: Part, call: Call) -> torch.Tensor:
-        """What experts compute with."""
+        """Returns the rows that experts compute with."""
         rows = arrived(way, part)
         if self.hooks:
             rows = self.hooks.run("after", "dispatch", rows, call)
@@ -602,7 +602,7 @@ class ScheduledBackend(SeparateBackend):
             options: How the layer runs.
             grid: How the ranks lie on hosts; ``None`` where they share one.
             degrees: Parts in forward and in backward.
-            tensor_group: The ranks that share each expert, of which every one has a slice of the
+            tensor_group: The ranks that share each expert; every rank has a slice of the
                 intermediate dimension, ``config.intermediate`` wide; ``None`` for whole experts.
 
         Raises:
@@ -645,7 +645,7 @@ def _make_exchange(
     *,
     is_cut: bool,
 ) -> Exchange:
-    """What carries the rows.
+    """Returns the exchange that carries the rows.
 
     Raises:
         ConfigError: The exchange that is asked for needs several hosts of several ranks, GPUs of
@@ -667,7 +667,7 @@ def _make_exchange(
 
 
 def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Tensor]:
-    """Each part's of what there is for every route, part behind part."""
+    """Splits a per-route tensor into its parts."""
     return torch.split(routes, [sum(size.send_counts) for size in sizes])
 
 

@@ -1,6 +1,6 @@
 """How rows travel by copy engines: straight into the memory of the GPU that wants them.
 
-NCCL's kernels hold multiprocessors, so that a product beside them begins late and both are slower;
+NCCL's kernels hold multiprocessors, so that a concurrent product begins late and both are slower;
 copies hold none. What a rank sends lies on its peer where the lower ranks' rows end, so every rank
 has to know all counts.
 """
@@ -64,7 +64,7 @@ class Copies(Exchange):
         self._arena = ranks.once(
             Arena, here, timeout, make=lambda: Arena(group, GpuQueues(here), timeout)
         )
-        self.ranks = self._arena.ranks  # which hear of a copy that fails
+        self.ranks = self._arena.ranks  # which learn of a copy that fails
 
     def raise_if_broken(self) -> None:
         """See the base class."""
@@ -122,8 +122,8 @@ class Copies(Exchange):
         what = f"{sum(map(sum, counts))} rows of {width} bytes"
         with self._between.after(ready):
             self._arena.write(what, copies, where.region, current_stream(self._index))
-        # A copy within a GPU takes multiprocessors. Behind what travels it would come when a
-        # product has them all; here it begins with the first copy to a peer.
+        # A copy within a GPU takes multiprocessors. After the copies to peers it would come when
+        # a product has them all; here it begins with the first copy to a peer.
         with self._staying.after(ready):
             own = slot.rows[begins[rank] :][: counts[rank][rank]]
             own.copy_(send[sent[rank] : sent[rank + 1]])

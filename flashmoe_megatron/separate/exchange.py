@@ -25,7 +25,7 @@ ONE_STEP: tuple[Kind, ...] = ("direct", "copies")
 
 
 def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> Kind:
-    """How rows travel in a group, by what its user has chosen.
+    """Returns how rows travel in a group, by its user's choice.
 
     Raises:
         ConfigError: The exchange that is asked for needs several hosts of several ranks, or GPUs of
@@ -68,7 +68,7 @@ def row_bytes(rows: torch.Tensor) -> int:
 
 
 class Slot(NamedTuple):
-    """Memory for what one call brings.
+    """Memory for the rows that one call brings.
 
     Attributes:
         rows: ``[received rows, ...]``.
@@ -80,11 +80,11 @@ class Slot(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Memory for what several calls bring.
+    """Memory for the rows that several calls bring.
 
     Attributes:
         rows: All of it.
-        slots: Each call's, one behind the other.
+        slots: Each call's, one after the other.
     """
 
     rows: torch.Tensor
@@ -117,30 +117,30 @@ class Exchange:
 
     @property
     def lane(self) -> Lane:
-        """The stream of what travels between ranks."""
+        """The stream of the transfers between ranks."""
         return self._between
 
     def raise_if_broken(self) -> None:
         """Raises what has ended the exchange for good, on every rank, if anything has."""
 
     def restart(self) -> None:
-        """Begins a forward or a backward: nobody reads what the last one has brought any more.
+        """Begins a forward or a backward: the rows of the last one are not read any more.
 
         Raises:
             FlashMoEError: As :meth:`raise_if_broken`.
         """
 
     def wait_on_host(self, moment: torch.cuda.Event) -> None:
-        """Makes the host wait for what all ranks tell each other on their GPUs.
+        """Makes the host wait for the numbers that all ranks exchange on their GPUs.
 
         Raises:
-            FlashMoEError: As :meth:`raise_if_broken`, since a rank that has heard of it tells
+            FlashMoEError: As :meth:`raise_if_broken`, since a rank that knows of it sends
                 nothing any more.
         """
         moment.synchronize()
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
-        """Memory for what calls will bring, of the stream that is current.
+        """Allocates memory for the rows that calls will bring, on the current stream.
 
         Args:
             calls: The counts of each.
@@ -151,13 +151,13 @@ class Exchange:
         return Room(rows, [Slot(slot) for slot in torch.split(rows, sizes)])
 
     def guard(self, rows: torch.Tensor) -> None:
-        """Makes the first value of what has arrived NaN if a peer is gone that nobody has named.
+        """Makes the first value of the received rows NaN if a peer has died unnoticed.
 
         On the current stream, which has waited for the rows.
         """
 
     def run(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> Mark:
-        """Sends each rank its rows, beside what the current stream does.
+        """Sends each rank its rows, concurrently with the current stream.
 
         Args:
             slot: From :meth:`room`, or ``send`` where :attr:`is_alone`; is filled by rank. It and

@@ -1,9 +1,9 @@
 """How many bytes of gradients to reduce in which gap of a backward.
 
 A backward is a sequence of windows: exchanges of a layer leave the way between ranks idle for a
-while, and so does what is computed beside the experts. A reduction that fits costs nothing. Gaps
+while, and so do computations outside the experts. A reduction that fits costs nothing. Gaps
 are filled first, the earliest first, as FSMoE does; what is left then goes where each further byte
-costs least, which is behind the last window if it is nowhere less.
+costs least, which is after the last window if it is nowhere less.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from flashmoe_megatron.measured.line import Line
 from flashmoe_megatron.separate.model import Pass, time_of
 
 PARTS = (1, 1 / 2, 1 / 8, 1 / 32, 1 / 128)
-"""Which parts of a reduction are moved to other windows."""
+"""Parts of a reduction that are moved to other windows."""
 MOST_MOVES = 256
 
 
@@ -27,7 +27,7 @@ class Window:
 
     Attributes:
         ready: Bytes of gradients that become ready before it, since the window before it.
-        cost_s: Seconds by which reductions of so many seconds make it longer: nothing while they
+        cost_s: Seconds that reductions of so many seconds add to it: nothing while they
             fit its gap, then more and more.
     """
 
@@ -58,7 +58,7 @@ def beside_window(ready: float, seconds: float) -> Window:
 
 
 def cut_gradients(windows: Sequence[Window], line: Line) -> list[float]:
-    """How many bytes to reduce in each window; the rest is reduced behind the last.
+    """Returns how many bytes to reduce in each window; the rest is reduced after the last.
 
     Args:
         windows: In the order of a backward.
@@ -68,7 +68,7 @@ def cut_gradients(windows: Sequence[Window], line: Line) -> list[float]:
 
 
 def fill_gaps(windows: Sequence[Window], line: Line) -> list[float]:
-    """FSMoE's first rule: in each window, of what is ready as much as costs nothing."""
+    """Applies FSMoE's first rule: each window takes as many ready bytes as cost nothing."""
     filled: list[float] = []
     left = 0.0
     for window in windows:
@@ -109,8 +109,8 @@ def _free_bytes(window: Window, most: float, line: Line) -> float:
 def _spread(windows: Sequence[Window], filled: Sequence[float], line: Line) -> list[float]:
     """Moves bytes from where they cost most to where they cost least, until no move saves time.
 
-    A move is of all that a window has or of a part: what is left behind the last window is one,
-    too. So marginal costs become equal, but for what each reduction takes whatever its size.
+    A move takes all that a window has or a part of it; the bytes left after the last window count
+    as a window, too. So marginal costs become equal, but for the fixed cost of each reduction.
     """
     ends = itertools.accumulate(window.ready for window in windows)
     ready = list(ends)
@@ -123,7 +123,7 @@ def _spread(windows: Sequence[Window], filled: Sequence[float], line: Line) -> l
         return seconds if place == behind else windows[place].cost_s(seconds)
 
     def room(source: int, target: int) -> float:
-        """What may be moved, all of which has to be ready where it goes."""
+        """Returns how many bytes may be moved; all have to be ready in the target window."""
         taken = list(itertools.accumulate(amounts))
         return min((ready[i] - taken[i] for i in range(target, source)), default=math.inf)
 

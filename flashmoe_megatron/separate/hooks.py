@@ -23,7 +23,7 @@ class Call:
         direction: "forward", or "backward", where gradients travel the same way. A forward that is
             computed again for its backward is one, too, and so are rows that are fetched again.
         layer: The number that the caller gave the layer.
-        part: Which part of every expert's rows, from 0; at the gate and behind combine always 0.
+        part: Which part of every expert's rows, from 0; at the gate and after combine always 0.
         is_probe: Whether the rows stand for none, since only what comes back is looked at.
     """
 
@@ -39,7 +39,7 @@ class Call:
 
 
 UNHEARD = Call("forward")
-"""Stands for a call of which no hook hears."""
+"""Stands for a call that runs no hook."""
 
 Hook = Callable[[torch.Tensor, Call], torch.Tensor | None]
 """Takes the rows of a stage, and returns those to go on with, of the same shape, dtype and device,
@@ -47,7 +47,7 @@ or ``None`` to go on with the same."""
 
 
 class Hooks:
-    """What is called before and after each stage of a layer, in the order in which it was added.
+    """Functions called before and after each stage of a layer, in the order of their addition.
 
     | stage | before | after |
     | --- | --- | --- |
@@ -56,7 +56,7 @@ class Hooks:
     | experts | the same rows | the experts' outputs, ``[rows, hidden]`` |
     | combine | the same outputs | tokens, ``[tokens, hidden]`` |
 
-    Rows are in the order of experts. The gate's hooks are called in forward alone, and behind the
+    Rows are in the order of experts. The gate's hooks are called in forward alone, and after the
     gate where that is the caller's. Gradients pass as though no hook had replaced anything.
     """
 
@@ -65,7 +65,7 @@ class Hooks:
         self._probed: set[tuple[torch.dtype, torch.device, tuple[int, ...]]] = set()
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Returns whether there is any hook."""
         return any(self._hooks.values())
 
     def add(self, when: When, stage: Stage, hook: Hook) -> RemovableHandle:

@@ -31,7 +31,7 @@ COMBINE_TILE = 1024
 CUT_TILE = 4096
 """Routes times experts of a program's block while routes are cut."""
 INDEX_TILE = 256
-"""Rows of which a program finds the places at once."""
+"""Rows whose places a program finds at once."""
 
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
@@ -157,7 +157,7 @@ def _place_routes(
     COLUMNS: tl.constexpr, IS_MAP: tl.constexpr, SKIPS_ZERO: tl.constexpr, TOPK: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Each route's place: behind those of lower experts, of earlier blocks, of earlier tokens."""
+    """Finds each route's place: after lower experts', earlier blocks' and earlier tokens'."""
     tokens, chosen, column, weight, _ = _chosen(
         given, probs, num_tokens, num_experts,
         COLUMNS, IS_MAP, SKIPS_ZERO, TOPK, TOKENS, EXPERTS,
@@ -241,7 +241,7 @@ def _cut_routes(
 
 @triton.jit
 def _place_in_parts(route, since, until, num_routes, DEGREE: tl.constexpr):
-    """Behind all routes in earlier parts and, within its part, those to earlier experts."""
+    """Returns a route's place: after earlier parts and, within its part, earlier experts."""
     count = (until - since)[None, :]
     is_own = (route[:, None] >= since[None, :]) & (route[:, None] < until[None, :])
     first = tl.sum(tl.where(is_own, since[None, :], 0), 1)
@@ -451,7 +451,7 @@ def _value_and_slope(z, KIND: tl.constexpr):
 
 @triton.jit
 def _gate_column(columns, INTERLEAVE: tl.constexpr):
-    """Where gate's columns are among fc1's."""
+    """Returns the places of gate's columns among fc1's."""
     if INTERLEAVE > 0:
         return columns // INTERLEAVE * (2 * INTERLEAVE) + columns % INTERLEAVE
     return columns

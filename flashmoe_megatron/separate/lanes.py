@@ -1,8 +1,8 @@
-"""Streams beside the current one; on a processor everything happens in the order that it is called.
+"""Further streams next to the current one; on a CPU everything happens in the order of its calls.
 
 What a lane reads or writes is allocated on the current stream, and kept until the current stream
-has waited for the lane: then the allocator needs no telling. What is allocated on a lane stays
-there, or is told of the other lane that reads it.
+has waited for the lane: then the allocator needs no record. Memory allocated on a lane stays
+there, or is recorded for the other lane that reads it.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Lane:
 
     @contextlib.contextmanager
     def after(self, moment: Mark) -> Iterator[None]:
-        """What is called within runs on the lane, whose GPU is current, behind a moment."""
+        """Runs the body's work on the lane, whose GPU is current, after a moment."""
         stream = self._stream
         if stream is None:
             with self._stamped():

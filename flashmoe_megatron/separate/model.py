@@ -3,8 +3,9 @@
 A pass is a forward or a backward. A part goes through the stages of its pass one after the other,
 and each stage runs on one of three streams: exchanges between hosts, exchanges within a host, and
 products. A stage takes ``alpha + whole / degree`` for one part, as in FSMoE. The model is exact:
-it has no closed forms, and says of every task what the streams would do. It knows two things beside
-FSMoE's: a task begins no earlier than the host has issued it, and streams slow each other down.
+it has no closed forms, and says of every task what the streams would do. It knows two things
+more than FSMoE's: a task begins no earlier than the host has issued it, and streams slow each other
+down.
 """
 
 import math
@@ -23,7 +24,7 @@ class Stage:
         name: What it does.
         stream: Where it runs.
         alpha_s: Seconds that each part takes whatever its size.
-        whole_s: Seconds that all parts take together beside that.
+        whole_s: Seconds that all parts take together in addition.
         cut_s: Seconds that they take more if there are several: copies between parts and the whole.
     """
 
@@ -45,7 +46,7 @@ class Slowdown:
 
     Attributes:
         stream: The stream that is slowed down.
-        beside: The other one, which slows it down.
+        ``beside``: The other one, which slows it down.
         factor: How many times as long they take meanwhile, at least 1.
     """
 
@@ -62,13 +63,13 @@ class Pass:
         there: What brings a part to its experts, in order.
         experts: What they do with it.
         back: What brings its results back, in order.
-        slices_s: Seconds of what travels between hosts behind the last part on its way there and
+        slices_s: Seconds of transfers between hosts after the last part on its way there and
             before the first result: slices of gradients that are reduced, or rows that are fetched
             again.
-        weights_s: Seconds of what is computed behind the last part: gradients of weights.
+        weights_s: Seconds of the computation after the last part: gradients of weights.
         issue_s: Seconds of the host, whatever the number of parts, before it issues the first task.
         part_s: Seconds of the host for all tasks of one part.
-        slowdowns: How streams slow each other down; those that are not named do not.
+        slowdowns: How streams slow each other down; streams without an entry do not.
     """
 
     there: tuple[Stage, ...]
@@ -87,7 +88,7 @@ class Task:
 
     Attributes:
         name: The stage's.
-        part: From 0; -1 for what no part is.
+        part: From 0; -1 for a task that is not of a part.
         stream: Where it runs.
         queue: Tasks of one queue of a stream run in their order. A stream runs the lowest queue
             whose next task can begin.
@@ -118,9 +119,9 @@ def tasks_of(one: Pass, degree: int) -> list[Task]:
     """The tasks of a pass in ``degree`` parts.
 
     What travels between hosts keeps its order, which all ranks need alike: all parts there, slices,
-    all parts back. Within a host, what is on its way to experts goes first. The host issues what
-    brings all parts there, part by part, then what is behind that, part by part, and takes as long
-    for every stage.
+    all parts back. Within a host, what is on its way to experts goes first. The host issues
+    all transfers there, part by part, then all later stages, part by part, and takes as long for
+    every stage.
     """
     tasks: list[Task] = []
     previous: list[int] = []

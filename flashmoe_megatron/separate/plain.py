@@ -74,7 +74,7 @@ def cut_routes(
     """Brings routes into the order of parts; the host does not wait.
 
     Args:
-        token_idx: The token of each route, by expert, and any behind the last one.
+        token_idx: The token of each route, by expert; unspecified after the last route.
         place: As :class:`Sorted` has it.
         ends: Likewise.
         degree: The number of parts.
@@ -111,7 +111,7 @@ def index_rows(received: torch.Tensor, num_rows: int, degree: int) -> Indices:
     first = ends[:, -1].cumsum(0) - ends[:, -1]  # where each part begins
 
     def starts(lengths: torch.Tensor) -> torch.Tensor:
-        """Where runs begin in their part."""
+        """Returns where runs begin in their part."""
         return _starts(lengths) - first[:, None, None]
 
     found = Indices(
@@ -127,13 +127,13 @@ def index_rows(received: torch.Tensor, num_rows: int, degree: int) -> Indices:
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    """Where runs begin that follow each other."""
+    """Returns where successive runs begin."""
     flat = lengths.reshape(-1)
     return (flat.cumsum(0) - flat).view(lengths.shape)
 
 
 def _runs(begins: torch.Tensor, lengths: torch.Tensor, total: int) -> torch.Tensor:
-    """``[total]``, runs of successive numbers from where they begin, one behind the other."""
+    """Returns ``[total]``: runs of successive numbers from ``begins``, one after the other."""
     shifts = (begins - _starts(lengths)).reshape(-1)
     moved = shifts.repeat_interleave(lengths.reshape(-1), output_size=total)
     return moved + torch.arange(total, device=lengths.device)
@@ -203,7 +203,7 @@ def matrices(weights: ExpertWeights) -> tuple[Matrices, Matrices]:
     """Orients each expert's weights as ``[hidden, fc1_rows]`` and ``[intermediate, hidden]``."""
     weights = weights.per_expert()
     fc1, fc2 = weights.fc1, weights.fc2
-    if weights.split:  # all gates and behind them all ups
+    if weights.split:  # all gates and after them all ups
         fc1 = tuple(map(torch.cat, zip(fc1[: len(fc2)], fc1[len(fc2) :], strict=True)))
     return (fc1, fc2) if weights.transposed else ([w.t() for w in fc1], [w.t() for w in fc2])
 

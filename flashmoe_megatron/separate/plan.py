@@ -1,7 +1,7 @@
 """Where every route of one call goes, and which part of them travels when.
 
-The host knows how many rows there are between all ranks and experts, for which it has waited once:
-exchanges need that. All indices of all parts are made on the device, which knows these numbers
+The host knows how many rows there are between all ranks and experts, after one wait: exchanges need
+that. All indices of all parts are made on the device, which knows these numbers
 before, in one step. So those of a part more cost the host nothing, and rows leave before their
 indices are made.
 """
@@ -29,10 +29,10 @@ class Table(tuple[tuple[int, ...], ...]):
 class Sorted:
     """The routes of one rank's tokens by expert and then token, before the host knows any number.
 
-    What has room for ``tokens * choices`` routes has unspecified values behind the last one.
+    Tensors with room for ``tokens * choices`` routes have unspecified values after the last route.
 
     Attributes:
-        token_idx: ``[tokens * choices]`` int64, the token of each route, behind the last of any.
+        token_idx: ``[tokens * choices]`` int64, the token of each route.
         flat_idx: ``[tokens * choices]`` int64, where its probability is among all of the tokens'.
         row_probs: ``[tokens * choices]``, that probability.
         place: ``[tokens, choices]`` int64, each token's routes by ascending expert;
@@ -100,7 +100,7 @@ class Routes:
             the ranks, and where several share experts, of the ranks of all of these.
         received: The same on the device.
         ends: ``[num_experts]`` int32, where each expert's routes end.
-        first_source: Which of the sources is the first of those that send to this rank itself.
+        first_source: The first of the sources that send to this rank itself.
         cuts: These routes in the order in which they travel, by the number of parts.
     """
 
@@ -112,7 +112,7 @@ class Routes:
     received: torch.Tensor
     ends: torch.Tensor
     first_source: int = 0
-    # Autograd, which builds these again from what it has saved, hands these over as they are.
+    # Autograd, which builds these objects again from saved tensors, hands these over unchanged.
     cuts: dict[int, Cut] = field(default_factory=dict, repr=False, compare=False)
     _sizes: dict[int, "list[Sizes]"] = field(default_factory=dict, repr=False, compare=False)
     _parts: dict[int, "list[Part]"] = field(default_factory=dict, repr=False, compare=False)
@@ -149,7 +149,7 @@ def rows_of_experts(host_received: tuple[tuple[int, ...], ...]) -> list[int]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of rows of one part of every expert's, all of which the host knows.
+    """The numbers of rows in one part of every expert's rows; the host knows them all.
 
     Attributes:
         send_counts: Rows to each rank.
@@ -211,7 +211,7 @@ def cut_table(table: Table, local: int, degree: int) -> list[list[list[int]]]:
 
 @dataclass(frozen=True)
 class Indices:
-    """Where the received rows of all parts are, part behind part; see :class:`Part`.
+    """The places of the received rows of all parts, part after part; see :class:`Part`.
 
     Attributes:
         by_expert: ``[received rows]`` int64, within each part.

@@ -37,7 +37,7 @@ def stack_of(tensors: Sequence[torch.Tensor], num_dims: int = MATRIX) -> torch.T
 
 
 def is_grouped(rows: torch.Tensor) -> bool:
-    """Whether torch's grouped GEMM makes the products of such rows."""
+    """Returns whether torch's grouped GEMM makes the products of such rows."""
     return rows.is_cuda and rows.dtype == torch.bfloat16 and _has_grouped(rows.device)
 
 
@@ -71,7 +71,7 @@ def product(
         counts: Rows of each expert, which grouped GEMMs do not need.
 
     Returns:
-        ``[num_rows, out]``; behind the last expert's rows, unspecified.
+        ``[num_rows, out]``; unspecified after the last expert's rows.
     """
     if is_grouped(rows) and len(rows):
         assert isinstance(of_experts, torch.Tensor), "grouped products take a stack"

@@ -1,4 +1,4 @@
-"""What calls have taken, read once the device has passed them."""
+"""Records the times of calls, which are read once the device has passed them."""
 
 import time
 from collections import deque
@@ -19,7 +19,7 @@ from flashmoe_megatron.telemetry.record import (
 )
 
 MOST_RECORDS = 4096
-"""Records kept for whoever takes them."""
+"""Records that are kept until a caller takes them."""
 
 
 IN_PARTS = frozenset({"begin", "plan", "parts", "weights", "combine"})
@@ -49,7 +49,7 @@ class Laps:
             self.moments.append((name, Stamp(self._device)))
 
     def are_over(self) -> bool:
-        """Whether the device has passed the last one."""
+        """Returns whether the device has passed the last one."""
         return self.moments[-1][1].has_passed()
 
     def nanoseconds(self) -> dict[str, int]:

@@ -48,10 +48,10 @@ class ReferenceBackend(SeparateBackend):
             config: The layer's shape.
             group: The expert-parallel group, gloo for CPU tensors or NCCL for GPU tensors; ``None``
                 for one rank.
-            device: Where tokens will be, by default the CPU; what a rank refuses before its first
-                forward is told from there.
-            options: How the layer runs, of which the reference heeds ``keep``, ``row_bound`` and
-                what is said of replicas.
+            device: Where tokens will be, by default the CPU; a rank that refuses a call before its
+                first forward sends its error from there.
+            options: How the layer runs; the reference heeds ``keep``, ``row_bound`` and the options
+                of replicas.
             planner: Plans replicas in place of the options' policy; the same on every rank.
 
         Raises:

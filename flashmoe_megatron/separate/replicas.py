@@ -58,13 +58,13 @@ class Replicas:
         """Plans which slot computes each route; the host waits for the numbers of routes.
 
         Args:
-            agreement: Has told them.
+            agreement: Has sent them.
             found: This rank's routes, by expert.
-            heard: What the ranks have told.
+            ``heard``: The numbers that the ranks have sent.
             layer: The layer's number.
 
         Returns:
-            The routes by slot, what has been heard of these, and where replicas are. What is given
+            The routes by slot, the received numbers by slot, and where replicas are. The arguments
             and ``None`` if a rank refuses the call.
         """
         settled = self._settled.pop(layer, None)
@@ -95,7 +95,7 @@ class Replicas:
 
 
 def _by_slot(found: Sorted, slot_of: Sequence[int], counts: Sequence[int]) -> Sorted:
-    """The routes of one rank's tokens by slot, of which each computes one expert."""
+    """Returns the routes of one rank's tokens by slot; each slot computes one expert."""
     device, most = found.place.device, found.place.numel()
     slots = torch.tensor(slot_of, device=device)
     order = slots.repeat_interleave(found.counts).sort(stable=True).indices
@@ -189,7 +189,7 @@ def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Ten
 
 
 class _Parcels:
-    """What one rank sends to each of the others."""
+    """The values that one rank sends to each of the others."""
 
     def __init__(self, num_ranks: int) -> None:
         self._of_rank: list[Values] = [[] for _ in range(num_ranks)]

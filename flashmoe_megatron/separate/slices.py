@@ -1,9 +1,9 @@
 """Reductions of gradients that wait until the way between ranks is idle.
 
-A piece is queued when its gradients are complete, and starts in the order of pieces: beside what
-is computed between layers as long as that lasts, and behind a layer's last part on its way to the
-experts. Every rank queues the same pieces and asks for them at the same places, so that all start
-them in one order.
+A piece is queued when its gradients are complete, and starts in the order of pieces: concurrently
+with the computation between layers as long as that lasts, and after a layer's last part on its way
+to the experts. Every rank queues the same pieces and asks for them at the same places, so that all
+start them in one order.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class GradientSlices:
 
     Attributes:
         in_gap: Bytes for the gap of each layer, by its number.
-        beside: Bytes for what is computed between each layer's backward and the next.
+        ``beside``: Bytes for the computation between each layer's backward and the next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class GradientSlices:
         self._start_what_fits(None)
 
     def take(self, layer: int, lane: lanes.Lane) -> None:
-        """Starts what fits a layer's gap, behind all that is on a lane.
+        """Starts the pieces that fit a layer's gap, after all work on a lane.
 
         Args:
             layer: The layer's number.

@@ -14,7 +14,7 @@ from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
 class Steps(Protocol):
-    """What :mod:`~flashmoe_megatron.separate.plain` has, and says."""
+    """The steps of a layer, as :mod:`~flashmoe_megatron.separate.plain` defines them."""
 
     def sort_routes(
         self, config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor
@@ -68,7 +68,7 @@ class Steps(Protocol):
     def weight_grad(
         self, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
     ) -> torch.Tensor:
-        """Multiplies what an expert's matrix was given by the gradients of what it gave."""
+        """Multiplies the inputs of an expert's matrix by the gradients of its outputs."""
 
     def add_weight_grad(
         self,

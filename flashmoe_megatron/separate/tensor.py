@@ -1,6 +1,6 @@
 """Expert tensor parallelism: ranks that each have a slice of the same experts' matrices.
 
-Every one of them computes its slice for the rows of all, so rows are gathered behind the exchange
+Every one of them computes its slice for the rows of all, so rows are gathered after the exchange
 with the expert-parallel ranks, and the results, which are summands, are summed and scattered before
 the way back. Rows are as ragged as they are there, and none is padded.
 """
@@ -50,7 +50,7 @@ class TensorGroup:
     def gather(
         self, every: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], ready: Mark
     ) -> Mark:
-        """All-gathers rows beside what the current stream does.
+        """All-gathers rows concurrently with the current stream.
 
         Args:
             every: Is filled by rank, ``[sum of sizes, ...]``, of the current stream. It and
@@ -74,7 +74,7 @@ class TensorGroup:
     def reduce(
         self, out: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], ready: Mark
     ) -> Mark:
-        """Reduce-scatters rows beside what the current stream does, summed in order of ranks.
+        """Reduce-scatters rows concurrently with the current stream, summed in order of ranks.
 
         Args:
             out: Is filled, ``[sizes[rank], ...]``. It and ``rows`` are as in :meth:`gather`.

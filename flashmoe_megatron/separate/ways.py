@@ -1,6 +1,6 @@
 """Rows on their way: from their tokens' ranks to the ranks that compute them, and back.
 
-Ranks that share experts each need the rows of all of them, so rows are gathered over these behind
+Ranks that share experts each need the rows of all of them, so rows are gathered over these after
 the exchange, and summed and scattered before the way back.
 """
 
@@ -33,7 +33,7 @@ class Way:
     exchange: Exchange
 
     def wait(self) -> torch.Tensor:
-        """What has arrived, for which the current stream waits."""
+        """Makes the current stream wait for the transfer, and returns its rows."""
         if self.done is not None:
             lanes.wait(self.received.device, self.done)
         self.exchange.guard(self.received)
@@ -46,7 +46,7 @@ class Ways:
     def __init__(
         self, exchange: Exchange, tensor: TensorGroup | None, num_ranks: int, *, travels: bool
     ) -> None:
-        """Binds them to what carries rows.
+        """Binds them to the exchanges that carry rows.
 
         Args:
             exchange: Carries rows in the expert-parallel group.
@@ -64,7 +64,7 @@ class Ways:
 
         Args:
             x: The tokens.
-            token_idx: The token of each route, part behind part, and any behind the last route.
+            token_idx: The token of each route, part after part; unspecified after the last route.
             degree: The number of parts.
 
         Returns:
@@ -107,7 +107,7 @@ class Ways:
         """Makes room for all parts that come back.
 
         Args:
-            calls: The counts by which each part has come.
+            calls: The counts of rows of each part, as they came.
             like: Has rows of their shape and dtype.
 
         Returns:
@@ -154,7 +154,7 @@ def arrived(way: Way, part: Part) -> torch.Tensor:
 
 
 def returned(back: Sequence[Way], room: Room | None) -> torch.Tensor:
-    """All parts' rows, one part behind the other, once they are back."""
+    """Returns all parts' rows, one part after the other, once they are back."""
     rows = [way.wait() for way in back]
     if room is not None:
         return room.rows

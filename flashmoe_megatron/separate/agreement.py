@@ -115,11 +115,8 @@ class Agreement:
     ) -> tuple[Routes, Table | None]:
         """Agrees on the numbers of routes; the host waits for them once.
 
-        Args:
-            ``heard``: From :meth:`tell`.
-            found: The routes whose numbers it has sent.
-            probs: What a backend's forward takes.
-            routing_map: Likewise.
+        The numbers come from :meth:`tell`, which has sent those of the routes in ``found``.
+        ``probs`` and ``routing_map`` are those of a backend's forward.
 
         Returns:
             The routes, and all ranks' counts if every rank needs them.
@@ -280,10 +277,9 @@ class Agreement:
 
 
 def without_marks(told: Table) -> Table:
-    """Returns the counts of rows, if some ranks have sent theirs with :data:`UNFOLLOWED`.
+    """Returns the counts ``[sources][experts]`` of rows without :data:`UNFOLLOWED`.
 
-    Args:
-        ``told``: ``[sources][experts]``. It is returned itself where no rank has.
+    The argument is returned itself where no rank has sent its counts with that addend.
     """
     marked = unfollowed_ranks([counts[0] for counts in told])
     if not marked:

@@ -57,11 +57,8 @@ class Replicas:
     ) -> tuple[Sorted, Heard, Placement | None]:
         """Plans which slot computes each route; the host waits for the numbers of routes.
 
-        Args:
-            agreement: Has sent them.
-            found: This rank's routes, by expert.
-            ``heard``: The numbers that the ranks have sent.
-            layer: The layer's number.
+        ``agreement`` has sent these numbers, and ``heard`` has those that all ranks have sent. The
+        routes in ``found`` are this rank's, by expert.
 
         Returns:
             The routes by slot, the received numbers by slot, and where replicas are. The arguments

@@ -57,7 +57,7 @@ class Replicas:
     ) -> tuple[Sorted, Heard, Placement | None]:
         """Plans which slot computes each route; the host waits for the numbers of routes.
 
-        ``agreement`` has sent these numbers, and ``heard`` has those that all ranks have sent. The
+        ``agreement`` has sent these numbers, and ``heard`` has the numbers of all ranks. The
         routes in ``found`` are this rank's, by expert.
 
         Returns:

@@ -47,6 +47,7 @@ PLAIN = (
     "flashmoe_megatron/kernel",
     "flashmoe_megatron/layer.py",
     "flashmoe_megatron/measured",
+    "flashmoe_megatron/multipath",
     "flashmoe_megatron/options.py",
     "flashmoe_megatron/oracle.py",
     "flashmoe_megatron/own_router.py",

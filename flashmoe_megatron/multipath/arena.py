@@ -1,8 +1,8 @@
 """Memory of the ranks of one host, into which they write pieces of any size for each other.
 
 There are no shares and no trials: copy engines carry everything between GPUs that see each other's
-memory. Whoever knows how much every rank receives knows where it lies, since all ranks' memory is
-handed out alike.
+memory. A rank that knows how much every rank receives knows where it lies, since all ranks' memory
+is handed out alike.
 """
 
 import threading
@@ -39,7 +39,7 @@ class Region(NamedTuple):
 
 
 class Arena(EndsWithGroup):
-    """What all calls of a group share that exchange pieces. Making one is collective.
+    """Links and memory that a group's exchanges of pieces share. Making one is collective.
 
     Args:
         group: The ranks, of one host.
@@ -47,7 +47,7 @@ class Arena(EndsWithGroup):
         timeout: Seconds without progress that end an exchange with an error.
 
     Attributes:
-        ranks: These ranks, whose hosts speak to each other; whoever waits for one hears of a link
+        ranks: These ranks, whose hosts speak to each other; a wait for one of them reports a link
             that breaks meanwhile.
 
     Raises:
@@ -90,11 +90,11 @@ class Arena(EndsWithGroup):
         self._link.close()
 
     def restart(self, stream: Queue) -> None:
-        """Has regions taken from the beginning again, since nobody reads earlier ones any more.
+        """Has regions taken from the beginning again, since earlier ones are not read any more.
 
         Args:
-            stream: The one behind which peers may write; what read earlier ones is in it, or in
-                the last call's, for which it waits.
+            stream: Peers may write after its work so far. Reads of earlier regions are in it, or in
+                the last call's stream, and it waits for that one.
 
         Raises:
             FlashMoEError: As :meth:`raise_if_broken`.
@@ -145,7 +145,7 @@ class Arena(EndsWithGroup):
         region: Region,
         stream: Queue,
     ) -> None:
-        """Writes to every peer's region, and waits for what peers write to this rank's.
+        """Writes to every peer's region, and waits until peers have written to this rank's.
 
         Args:
             what: The operation, the same on every rank; at most 48 letters.
@@ -159,7 +159,7 @@ class Arena(EndsWithGroup):
         """
         self._number += 1
         self._writer = stream
-        writes = Writes(tuple(copies), 0, region.place.block, False)  # nobody asks what arrives
+        writes = Writes(tuple(copies), 0, region.place.block, False)  # no caller asks what arrives
         self._link.write(self._number, what, writes, stream)
 
     @property

@@ -46,7 +46,7 @@ _CHUNK_FACTORS = (1.0, 0.5, 0.25)
 _NEIGHBOURS = (0.005, 0.01, 0.02)
 """How far from the best shares the last comparison of stage one looks, to both sides."""
 LEAST_GAIN = 0.03
-"""How much faster several links have to be than one alone, for what the others cost the host and
+"""How much faster several links have to be than one alone, as the others cost the host time and
 since the best of several trials is in part the luckiest."""
 LEAST_SECONDS = 16e-6
 """How much less time they have to take besides: they cost the host some 180 us more, a transfer."""
@@ -54,19 +54,19 @@ _ROUNDS = 3
 """How often that comparison tries each; the least counts, since what disturbs a trial only makes it
 longer."""
 _LAST_ROUNDS = 5
-"""How often its fastest shares and one link alone are tried anew; there the median counts, since a
+"""How often its fastest shares and one link alone are tried again; there the median counts, since a
 caller is disturbed, too."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
 """How far apart links have to be before stage two moves bytes: off the fastest link, and back."""
 _GAIN, _RETURN_GAIN = 0.5, 1.0
-"""How much of what would level them is moved at once."""
+"""The part of the levelling amount that is moved at once."""
 _RETRY_WINDOWS = 50
 """Windows until a link that stage two has switched off is tried again."""
 
 
 @dataclass(frozen=True)
 class LinkModel:
-    """What is known of a link.
+    """The measured speed of a link.
 
     Attributes:
         latency: Seconds that a transfer takes before its first byte counts.
@@ -81,8 +81,8 @@ class LinkModel:
     def chunk_of(self, share: float) -> int:
         """Bytes that it moves at once for a share of a transfer.
 
-        Every chunk costs the same beside its bytes, and the first has to arrive before it can be
-        passed on. Where both cost least in sum, chunks grow with the root of what is carried.
+        Every chunk has the same cost in addition to its bytes, and the first has to arrive before
+        it can be passed on. Where both cost least in sum, chunks grow with the root of the bytes.
         """
         grains = round(self.chunk * math.sqrt(share) / GRAIN)
         return max(min(self.chunk, CHUNKS[0]), grains * GRAIN)
@@ -98,7 +98,7 @@ class Trial:
 
     Attributes:
         shares: What each link carried, in sum 1.
-        seconds: How long each link took; 0 for one that carried nothing.
+        seconds: How long each link took; 0 for a link that carried nothing.
     """
 
     shares: tuple[float, ...]
@@ -107,7 +107,7 @@ class Trial:
 
 @dataclass
 class _Class:
-    """What is known of the transfers of one size class."""
+    """The tuned state of one size class of transfers."""
 
     models: list[LinkModel]
     shares: tuple[float, ...]
@@ -128,14 +128,14 @@ def size_class(nbytes: int) -> int:
 
 
 def shares_of(models: Sequence[LinkModel], nbytes: int) -> tuple[float, ...]:
-    """Shares with which all links end together, if each is as its model says.
+    """Returns shares that let all links end together, if each is as its model says.
 
     Args:
         models: The links.
         nbytes: Bytes of the transfer.
 
     Returns:
-        A share for each link, 0 for those that are better left out.
+        A share for each link, 0 for links that are better left out.
     """
     chosen = range(len(models))
     while True:
@@ -178,7 +178,7 @@ class Balancer:
 
     Args:
         names: The links' names; used in messages and results.
-        without: Those that never carry anything.
+        without: Links that never carry anything.
         least_gain: How much faster several links have to be than the best one alone to be used.
 
     Raises:
@@ -202,7 +202,7 @@ class Balancer:
         self._classes: dict[int, _Class] = {}
 
     def is_tuned(self, nbytes: int) -> bool:
-        """Whether stage one has been run for this size's class."""
+        """Returns whether stage one has been run for this size's class."""
         return size_class(nbytes) in self._classes
 
     def shares(self, nbytes: int) -> tuple[float, ...]:
@@ -210,7 +210,7 @@ class Balancer:
         return self._classes[size_class(nbytes)].shares
 
     def models(self, nbytes: int) -> list[LinkModel]:
-        """What is known of the links for a size whose class is tuned."""
+        """Returns the measured speeds of the links for a size whose class is tuned."""
         return self._classes[size_class(nbytes)].models
 
     def chunks(self, nbytes: int) -> list[int]:
@@ -244,7 +244,7 @@ class Balancer:
 
         Args:
             nbytes: As in :meth:`tune`.
-            shares: Those by which it went. If they have moved since, its times do not count: they
+            shares: The shares that it used. If they have moved since, its times do not count: they
                 would move shares once more, and a link that is tried again has none in them.
             seconds: Each link's; what a link without a share has is not looked at. The same on
                 every rank, where there are several.
@@ -304,7 +304,7 @@ class _Tuning:
     def shrink_chunks(self) -> None:
         """Takes smaller chunks for links with small shares, where that makes these links faster.
 
-        Alone, a link hides what its first chunk takes behind many others.
+        Alone, a link hides the time of its first chunk in that of many others.
         """
         shares, models = shares_of(self.models, self._nbytes), self.models
         main = max(range(self._num_links), key=lambda i: shares[i])
@@ -346,9 +346,9 @@ class _Tuning:
         return min(tried, key=lambda one: max(one.seconds))
 
     def settled(self, best: Trial, least_gain: float) -> tuple[float, ...]:
-        """The best of a trial's shares, their neighbours and one link alone, tried in turns.
+        """Returns the best of a trial's shares, their neighbours and one link alone.
 
-        The fastest of them and one link alone are then tried anew.
+        They are tried alternately; the fastest of them and one link alone are then tried again.
         """
         alone = min(self._alone, key=lambda one: max(one.seconds))
         candidates = {best.shares: None, alone.shares: None}  # each once, in this order
@@ -368,7 +368,7 @@ class _Tuning:
         took = {shares: least[shares] for shares in (fastest, alone.shares)}
         rounds = min(_LAST_ROUNDS, (MAX_TRIALS - self.trials) // 2)
         if fastest != alone.shares and rounds > 0:
-            # What is the fastest of several has been lucky in part, which it will not be anew.
+            # The fastest of several has been lucky in part, and will not be lucky again.
             took = self._in_turns(list(took), rounds, median)
         gains = _gains(took[fastest], took[alone.shares], least_gain)
         return fastest if gains else alone.shares
@@ -379,7 +379,7 @@ class _Tuning:
         rounds: int,
         of_all: Callable[[list[float]], float],
     ) -> dict[tuple[float, ...], float]:
-        """The seconds of several shares, which are tried in turns."""
+        """Returns the seconds of several shares, which are tried alternately."""
         took = {shares: list[float]() for shares in candidates}
         for _ in range(rounds):
             for shares in candidates:
@@ -400,12 +400,12 @@ class _Tuning:
 
 
 def _gains(took: float, alone: float, least_gain: float) -> bool:
-    """Whether several links take so much less time than one alone that they pay."""
+    """Returns whether several links take so much less time than one alone that they pay."""
     return alone - took > max(least_gain * took, LEAST_SECONDS)
 
 
 def _moved(shares: Sequence[float], source: int, target: int, amount: float) -> tuple[float, ...]:
-    """Shares after a move, by which a link may be left with nothing."""
+    """Returns the shares after a move, which may leave a link with nothing."""
     if shares[source] - amount < _LEAST_SHARE:
         amount = shares[source]
     moved = list(shares)

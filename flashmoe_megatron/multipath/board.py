@@ -1,6 +1,6 @@
 """The counters of rings and the notices of ranks, in host memory that all of them share.
 
-Every rank owns one segment, which the others map. It begins with what ranks tell each other:
+Every rank owns one segment, which the others map. It begins with the ranks' messages to each other:
 
 - for each peer and lane a word FULL, the chunks that the peer has sent, and a word FREE, the chunks
   of it that this rank has taken out of the ring again; both count modulo 2**32;
@@ -8,7 +8,7 @@ Every rank owns one segment, which the others map. It begins with what ranks tel
   it has offered its places, and WRITTEN, how many of its own have come to theirs;
 - a word ENDED that it writes for itself: the exchanges that its streams of the link have ended;
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
-- why the rank's links have failed, once they have, and the factor for what they bring: 1, then NaN.
+- why the rank's links have failed, once they have, and the factor of received data: 1, then NaN.
 
 What follows is the link's own.
 """
@@ -68,7 +68,7 @@ class Log:
     def add(self, number: int, what: str) -> None:
         """Writes down that its own rank begins an exchange."""
         index = number % _LOG_ENTRIES
-        # Whoever finds the number before and after the text has read the whole text.
+        # A reader that finds the number before and after the text has read the whole text.
         if self._written[index] != what:
             self._numbers[index].value = 0
             self._memory.write(_entry(index) + _NUMBER_BYTES, _text(what))
@@ -76,7 +76,7 @@ class Log:
         self._numbers[index].value = number
 
     def check(self, rank: int, number: int, what: str) -> None:
-        """Compares an exchange of another rank with what its own has begun, if it has begun it.
+        """Compares an exchange of another rank with its own rank's of that number, if begun.
 
         Raises:
             ShapeError: It exchanges something else.
@@ -125,6 +125,6 @@ def notice(memory: SharedMemory) -> str | None:
 
 
 def require_ranks(num_ranks: int) -> None:
-    """Refuses groups for which there are no counters."""
+    """Refuses groups that have more ranks than there are counters."""
     if num_ranks > MAX_RANKS:
         raise LinkError(f"{num_ranks} ranks: wanted at most {MAX_RANKS}, which share one host")

@@ -66,7 +66,7 @@ def make_links(
                 make = _LINKS[one] if isinstance(one, str) else one
                 links.append(make(control, queues))
             except FlashMoEError as error:
-                # What cannot be made all ranks know alike; that a peer was late, this one alone.
+                # All ranks know which link cannot be made; only this one knows of a late peer.
                 if wanted != "auto" or isinstance(error, PeerTimeoutError):
                     raise
                 logger.warning("multipath goes without the link %s: %s", one, error)

@@ -1,4 +1,4 @@
-"""Whether gathers go by links or by torch.distributed."""
+"""Decides whether gathers go by links or by torch.distributed."""
 
 import functools
 import statistics
@@ -18,7 +18,7 @@ cost it more than torch.distributed does."""
 
 
 class Comparison:
-    """Tries gathers by links and by torch.distributed in turns, once for each size class.
+    """Tries gathers by links and by torch.distributed alternately, once for each size class.
 
     Args:
         control: The ranks.
@@ -31,7 +31,7 @@ class Comparison:
         self._is_won: dict[tuple[Balancer, int], bool] = {}
 
     def is_won(self, load: Load, plain: Callable[[], object]) -> bool:
-        """Whether links are the faster ones. Collective, and waits for the GPU, the first time.
+        """Returns whether links are faster. The first time, it is collective and waits for the GPU.
 
         Args:
             load: The gather by links.

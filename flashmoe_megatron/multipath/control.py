@@ -1,4 +1,4 @@
-"""The ranks between which links are, which speak beside these: of addresses, times and failures."""
+"""Messages outside the links between their ranks: addresses, times and failures."""
 
 from collections.abc import Sequence
 

@@ -98,7 +98,7 @@ class GpuQueues(Queues):
         torch.cuda.synchronize(self.device)
 
     def slot_bytes(self, num_rings: int) -> int:
-        """Returns the largest chunk for which all rings have room."""
+        """Returns the largest chunk that all rings have room for."""
         room = MOST_BYTES // (NUM_LANES * NUM_SLOTS * num_rings)
         return max([LEAST_SLOT, *(chunk for chunk in CHUNKS if chunk <= room)])
 

@@ -49,7 +49,7 @@ class GroupLink(Link):
 
 
 class _GroupFlight(Flight):
-    """What a communicator carries of an exchange."""
+    """The part of an exchange that a communicator carries."""
 
     def __init__(self, link: GroupLink, exchange: Exchange, index: int) -> None:
         self._link = link
@@ -70,11 +70,11 @@ class _GroupFlight(Flight):
                     self._operations.append(operation)
 
     def num_bytes(self) -> int:
-        """What this rank received by it."""
+        """Returns the bytes that this rank received by it."""
         return self._received
 
     def steps(self) -> Iterator[None]:
-        """Issues it behind the current stream; torch.distributed cuts messages itself."""
+        """Issues it after the current stream's work; torch.distributed cuts messages itself."""
         link = self._link
         link.stream.wait_event(self._started)
         link.queues.run(link.stream, self._carry)

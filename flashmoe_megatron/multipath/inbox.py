@@ -1,4 +1,4 @@
-"""Where what a reduction receives is put."""
+"""Memory for the data that a reduction receives."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ logger = logging.getLogger("flashmoe_megatron")
 
 
 class Inbox:
-    """Memory to which peers write without a detour, if there is a link that offers it.
+    """Memory that peers write to without a detour, if a link offers it.
 
     It is as large as the largest reduction so far, and is kept.
 
     Args:
-        links: Some of which may offer memory.
+        links: The links; some may offer memory.
         queues: The queues of the device where other memory is taken.
     """
 
@@ -27,7 +27,7 @@ class Inbox:
         self._memory: torch.Tensor | None = None
 
     def take(self, nbytes: int, announce: Callable[[], None]) -> torch.Tensor:
-        """Memory for what the current stream receives; the next call gives the same one again.
+        """Returns memory for the current stream to receive into; the next call returns it again.
 
         Collective where it is larger than ever before.
 

@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a rank sends to one peer and receives from it in an exchange.
+    """The memory that a rank sends to one peer and receives from it in an exchange.
 
     Attributes:
         peer: The peer's rank in the group.
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """What a rank writes to its peers' places.
+    """The copies that a rank writes to its peers' places.
 
     Attributes:
         copies: Target, source and bytes of each.
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
     Attributes:
         begin: The first.
-        end: The byte behind the last.
+        end: The byte after the last.
         chunk: How many are moved at once.
     """
 
@@ -85,7 +85,7 @@ class Exchange(NamedTuple):
         pieces: One for every peer.
         parts: One for every link.
         stream: The current one.
-        started: Its moment behind which they may begin.
+        started: A moment of that stream; links may begin after it.
         is_beside: Whether the current stream has other work meanwhile.
         is_timed: Whether what links do is timed: moments with a time hold a GPU up.
     """
@@ -101,7 +101,7 @@ class Exchange(NamedTuple):
 
 
 class Moved(abc.ABC):
-    """What a link has moved, or is still moving."""
+    """A transfer that a link has made, or is still making."""
 
     @abc.abstractmethod
     def seconds(self) -> float:
@@ -151,7 +151,7 @@ class Link(abc.ABC):
         """
 
     def announce(self, number: int, what: str) -> None:  # noqa: B027 - not all links can
-        """Compares what is about to begin with what has begun on peers, if they can be asked.
+        """Compares an exchange about to begin with the peers' exchanges, if they can be asked.
 
         Args:
             number: As an exchange has it.
@@ -162,7 +162,7 @@ class Link(abc.ABC):
         """
 
     def writes(self, pieces: Sequence[Piece], part: Part) -> Writes | None:
-        """What it writes of a part of each piece, ``None`` if it does not write to places."""
+        """Returns its copies for a part of each piece, ``None`` if it does not write to places."""
         del pieces, part
         return None
 
@@ -227,7 +227,7 @@ class Link(abc.ABC):
         return False
 
     def leave(self) -> None:  # noqa: B027 - most links have nothing of other ranks
-        """Waits for what the GPU has been given, and unmaps other ranks' memory for good.
+        """Waits for the work that the GPU has been given, and unmaps other ranks' memory for good.
 
         A rank frees its own, by :meth:`close`, once every rank has left.
         """
@@ -244,7 +244,7 @@ def seconds_between(begin: Moment, end: Moment) -> float:
 
 
 class Between(Moved):
-    """What has been moved between two moments of a stream.
+    """A transfer between two moments of a stream.
 
     Args:
         started: The moment before.

@@ -27,7 +27,7 @@ class Block(NamedTuple):
     mapped: dict[int, int]
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in this rank's."""
+        """Returns whether a tensor lies in this rank's memory of the block."""
         begin = tensor.data_ptr()
         return self.begin <= begin and begin + tensor.nbytes <= self.begin + self.nbytes
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 class MappedMemory:
     """Blocks of memory that every rank of a group can write to.
 
-    Calls are collective, but for those that end it.
+    Calls are collective, except :meth:`leave` and :meth:`close`.
 
     Args:
         control: The ranks.
@@ -65,7 +65,7 @@ class MappedMemory:
         return self._made(nbytes, place)
 
     def adopt(self, tensor: torch.Tensor) -> Block:
-        """A tensor's memory, which is kept until the block is released, if nobody resizes it.
+        """Makes a block of a tensor's memory, kept until its release unless the tensor is resized.
 
         Raises:
             ShapeError: Tensors of ranks differ in their bytes.
@@ -103,20 +103,20 @@ class MappedMemory:
                 )
 
     def release(self, block: Block) -> None:
-        """Gives a block back, with which no rank's GPU may still be at work."""
+        """Gives a block back; no rank's GPU may still be using it."""
         self._adopted.pop(block.number, None)
         own, theirs = self._held.pop(block.number)
-        with own:  # which nobody has mapped any more
+        with own:  # which no rank has mapped any more
             self._control.all(theirs.close)
 
     def leave(self) -> None:
-        """Unmaps what other ranks have in them, which nobody here uses any more. Never waits."""
+        """Unmaps other ranks' memory, which this rank does not use any more. Never waits."""
         with contextlib.ExitStack() as stack:
             for _, theirs in self._held.values():
                 stack.callback(theirs.close)
 
     def close(self) -> None:
-        """Gives all of them back, which nobody has mapped once all have left. Never waits."""
+        """Gives all of them back; no rank has mapped them once all have left. Never waits."""
         with contextlib.ExitStack() as stack:
             for own, theirs in self._held.values():
                 stack.callback(own.close)
@@ -124,7 +124,7 @@ class MappedMemory:
             self._held.clear()
 
     def _made(self, nbytes: int, place: Callable[[contextlib.ExitStack], tuple[int, int]]) -> Block:
-        """A block of what is found, which tells the allocation and what lies before it there."""
+        """Makes a block; ``place`` finds the allocation and the bytes before the block in it."""
         number, own, theirs = self._count, contextlib.ExitStack(), contextlib.ExitStack()
         self._count += 1
         self._held[number] = own, theirs
@@ -155,4 +155,4 @@ class MappedMemory:
 
 
 def _keep(tensor: torch.Tensor) -> None:
-    """Does nothing; whoever is to call it holds the tensor until then."""
+    """Does nothing; a callback to it holds the tensor until then."""

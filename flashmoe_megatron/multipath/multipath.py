@@ -31,7 +31,7 @@ MIN_BYTES = 64 * 2**20
 """Smaller tensors go by torch.distributed alone, since several links do not pay."""
 
 MIN_MAPPED_BYTES = 16 * 2**20
-"""The same for gathers to which peers write without a detour."""
+"""The same for gathers into memory that peers write to without a detour."""
 
 Reduction = Literal["sum", "average"]
 
@@ -68,9 +68,9 @@ class Multipath(EndsWithGroup):
         min_bytes: Tensors below this size go by torch.distributed; gathers into memory of
             :meth:`empty` and :meth:`share` only below 16 MiB if that is less.
         least_gain: How much faster several links have to be than the best one alone, by themselves,
-            to be used: 0.03 is three per cent. Beside other work a link costs more than its time.
+            to be used: 0.03 is three per cent. During other work a link costs more than its time.
         timeout: Seconds without progress that end a call with an error.
-        queues: What copies and waits; by default the device's.
+        queues: They copy and wait; by default the device's.
 
     Attributes:
         transfers: Moves bytes over the links, and has their shares.
@@ -133,7 +133,7 @@ class Multipath(EndsWithGroup):
         Args:
             output: ``[num_ranks * n]`` elements in any shape, contiguous.
             input: ``[n]`` elements, contiguous; may be this rank's part of the output.
-            async_op: Returns at once, with what to wait for.
+            async_op: Returns at once, with an object to wait for.
 
         Raises:
             ShapeError: The tensors do not fit each other or this object's device.
@@ -164,7 +164,7 @@ class Multipath(EndsWithGroup):
             output: ``[n]`` elements, contiguous; may be this rank's part of the input.
             input: ``[num_ranks * n]`` elements in any shape, contiguous.
             op: "sum" or "average"; added in float32, in rank order.
-            async_op: Returns at once, with what to wait for.
+            async_op: Returns at once, with an object to wait for.
 
         Raises:
             ConfigError: There is no such ``op``.
@@ -196,7 +196,7 @@ class Multipath(EndsWithGroup):
         Args:
             tensor: Any number of elements, contiguous.
             op: "sum" or "average"; added in float32, in rank order.
-            async_op: Returns at once, with what to wait for.
+            async_op: Returns at once, with an object to wait for.
 
         Raises:
             ConfigError: There is no such ``op``.
@@ -226,7 +226,7 @@ class Multipath(EndsWithGroup):
     def empty(self, length: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Memory for the outputs of gathers, which peer copies write to without a detour.
 
-        Collective. Each rank has to gather into the same part of what it got in the same call.
+        Collective. Each rank has to gather into the same part of the memory that one call gave it.
 
         Args:
             length: Elements, the same number on every rank.
@@ -251,7 +251,7 @@ class Multipath(EndsWithGroup):
         """Lets peers write into a tensor's memory without a detour, as into that of :meth:`empty`.
 
         Collective; ranks share the same tensors in the same order. The memory is kept until
-        :meth:`close`, whoever else has done with it.
+        :meth:`close`, even if its other users have released it.
 
         Args:
             tensor: Contiguous, with the same number of bytes on every rank. Each rank has to gather
@@ -275,14 +275,14 @@ class Multipath(EndsWithGroup):
         return key in self._shared
 
     def take_totals(self) -> dict[str, LinkTotals]:
-        """What each link has carried since the last call, and the times that are known since."""
+        """Returns the bytes of each link since the last call, and the times that became known."""
         return self.transfers.take_totals()
 
     def close(self) -> None:
-        """Waits for what is under way and ends the links. Collective while the group is there.
+        """Waits for calls under way and ends the links. Collective while the group is there.
 
         Raises:
-            FlashMoEError: A link has failed of which no call has told; the links have ended.
+            FlashMoEError: A link has failed, which no call has reported; the links have ended.
         """
         is_open = self._broken is None
         try:
@@ -342,7 +342,7 @@ class Multipath(EndsWithGroup):
     def _start(
         self, run: Callable[[], None], tensors: Sequence[torch.Tensor], async_op: bool
     ) -> Work | None:
-        """Issues a collective in the current queue, or in one beside it."""
+        """Issues a collective in the current queue, or in one concurrent with it."""
         queues = self._queues
         current = queues.current()
         stream = self._stream if async_op else current

@@ -27,7 +27,7 @@ class PeerCopies(RingLink):
         has_rings: Whether there are rings; without them all has to be written to directly.
 
     Attributes:
-        copiers: The streams of direct copies; the first one is for those beside other work.
+        copiers: The streams of direct copies; the first one is for copies during other work.
         offers: Where ranks have come to offering their places for direct copies.
         arrivals: Where they have come to having written those of their peers.
     """
@@ -128,12 +128,12 @@ class PeerCopies(RingLink):
         self.announce(number, what)
 
     def copy(self, writes: Writes, first: Queue) -> list[Queue]:
-        """Offers this rank's places and copies to those of peers, behind their offers.
+        """Offers this rank's places and copies to those of peers, after their offers.
 
         Every call of the driver and every event costs as much as a piece of a copy, so that one
         stream does all that it can. But what several peers get alike has a stream for each, since
-        a copy that follows another one begins only some 10 us after its end. Copies of different
-        bytes drift apart beside each other, until several ranks write to one: in a row, each rank
+        a copy that follows another one begins only some 10 us after its end. Concurrent copies of
+        different bytes drift apart, until several ranks write to one: in a row, each rank
         is written to by one other at a time.
 
         Args:
@@ -173,7 +173,7 @@ class PeerCopies(RingLink):
         return Meeting(self, what, self.arrivals.meet(self.queues.handle(first)))
 
     def has_arrived(self, count: int) -> bool:
-        """Whether all peers have written their parts of so many direct copies."""
+        """Returns whether all peers have written their parts of so many direct copies."""
         return all(has_counted(one.word, count) for one in self.arrivals.awaited)
 
 
@@ -211,13 +211,13 @@ class _Mark:
 
 
 class Meeting:
-    """The ranks' meeting behind what they write directly, for the watch.
+    """The ranks' meeting after their direct writes, for the watch.
 
     The words that ranks write for each other tell how far this rank's stream has come, which spares
     it events.
 
     Args:
-        link: The one that has written.
+        link: The link that has written.
         what: The operation, for messages.
         count: What all ranks will have counted.
     """
@@ -227,16 +227,16 @@ class Meeting:
         self._link, self._count = link, count
 
     def has_begun(self) -> bool:
-        """Whether the stream has come to it, so that it waits for peers if for anything."""
+        """Returns whether the stream has come to it, so that it can wait only for peers."""
         return has_counted(self._link.offers.own, self._count)
 
     def is_over(self) -> bool:
-        """Whether the stream waits for nothing any more, unless the link has failed."""
+        """Returns whether the stream waits for nothing any more, unless the link has failed."""
         return self._link.has_arrived(self._count)
 
 
 class _DirectFlight(RingFlight):
-    """What goes to the receivers' memory without a detour: one copy to each peer.
+    """A transfer to the receivers' memory without a detour: one copy to each peer.
 
     It is in the current stream unless that has other work meanwhile.
     """
@@ -247,7 +247,7 @@ class _DirectFlight(RingFlight):
         self._is_beside = exchange.is_beside
 
     def steps(self) -> Iterator[None]:
-        """Issues everything at once; what has arrived is awaited behind what other links issue."""
+        """Issues everything at once; waits for arrivals come after the work of other links."""
         link = self._peer_copies
         self.enter([link.copiers[0]] if self._is_beside else [])
         first = self._streams[0]

@@ -1,4 +1,4 @@
-"""What links need of a device: queues that copy and wait, and memory that ranks map."""
+"""A device as links use it: queues that copy and wait, and memory that ranks map."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Moment(Protocol):
 
 
 class Queue(Protocol):
-    """What is issued to a queue runs in order: a GPU's stream, or a thread's."""
+    """A queue that runs its operations in order: a GPU's stream, or a thread's."""
 
     def wait_event(self, event: Any) -> None:
         """Waits for a moment of another queue."""
@@ -66,7 +66,7 @@ class Queues(abc.ABC):
 
     @abc.abstractmethod
     def current(self) -> Queue:
-        """Returns the queue after which tensors are ready, and which has to wait for results."""
+        """Returns the queue that makes the tensors ready, and has to wait for results."""
 
     @abc.abstractmethod
     def beside(self) -> Queue:

@@ -1,4 +1,4 @@
-"""What links between GPUs of one host by copy engines have in common, and the host relay.
+"""The common parts of links by copy engines between GPUs of one host, and the host relay.
 
 Between every two ranks there are two lanes for each direction, which take chunks in turn; a lane
 has a stream on either side and a ring of slots. A sender's stream waits until a slot is free,
@@ -6,11 +6,11 @@ copies a chunk there and counts it; the receiver's stream waits for that count, 
 its place and counts it too. Streams wait and count by memory operations, so that no thread of the
 host takes part and no multiprocessor is taken. While one lane waits and counts, the other copies.
 
-A link may have rings of its senders besides, out of which all receivers copy what is for every one
-of them. Their chunks count as those of all rings of the lane, between which they come.
+A link may also have rings of its senders; all receivers copy the data for every one of them out of
+these. Their chunks count as chunks of all rings of the lane, and come in order with those.
 
-Every rank issues, chunk after chunk, first what it sends to each peer and then what it receives
-from each. So a stream waits only for what every rank has issued earlier, and transfers go on even
+Every rank issues, chunk after chunk, first its sends to each peer and then its receives from each.
+So a stream waits only for operations that every rank has issued earlier, and transfers go on even
 if the streams of a GPU share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 """
 
@@ -32,16 +32,16 @@ from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.watch import Watch
 
 _FAR = 2**30
-"""How far ahead a counter is set that nobody will count on any more."""
+"""How far ahead a counter is set that no rank will count on any more."""
 
 
 def has_counted(word: Any, count: int) -> bool:
-    """Whether a word has come to a count, modulo 2**32."""
+    """Returns whether a word has come to a count, modulo 2**32."""
     return (int(word.value) - count) & 0xFFFFFFFF < 2**31
 
 
 def far_ahead(count: int) -> int:
-    """What a word is set to for those who wait for a count, or for any soon behind it."""
+    """Returns a value for a word that ends waits for a count, and for any soon after it."""
     return (count + _FAR) & 0xFFFFFFFF
 
 
@@ -55,10 +55,10 @@ class Awaited:
 
     def __init__(self, word: Any) -> None:
         self.word, self.count = word, 0
-        self._slack = 0  # how far the peer may be behind without this rank's waiting
+        self._slack = 0  # how many counts the peer may lack without this rank's waiting
 
     def is_behind(self) -> bool:
-        """Whether the peer has not counted what this rank's streams wait for."""
+        """Returns whether the peer has not yet counted as far as this rank's streams wait for."""
         missing = (self.count - int(self.word.value)) & 0xFFFFFFFF
         return self._slack < missing < 2**31
 
@@ -106,7 +106,7 @@ class _Ring(Awaited):
         self.count_sent()
 
     def await_slot(self) -> None:
-        """Waits until the peer has taken all chunks but those for which other slots have room."""
+        """Waits until a slot is free: the peer has taken all chunks but those in other slots."""
         free = self.count + 1 - NUM_SLOTS
         # The host may see already that the slot is free, which spares the stream the wait.
         if free > 0 and not has_counted(self.word, free):
@@ -137,25 +137,25 @@ class _Ring(Awaited):
 
 
 class _Common:
-    """A lane's slots for what is for all, as their owner or one of the receivers sees them."""
+    """A lane's broadcast slots, as their owner or one of the receivers sees them."""
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
         self._count = 0
 
     def next_slot(self) -> int:
-        """Where the next chunk is."""
+        """Returns the address of the next chunk."""
         self._count += 1
         return self._slots[self._count % NUM_SLOTS]
 
 
 class Slots(NamedTuple):
-    """Where the GPU finds the slots of rings.
+    """Addresses of the slots of rings for the GPU.
 
     Attributes:
         inbound: From each peer.
         outbound: To each peer.
-        common: Each rank's, of what it sends to all; empty if the link has none.
+        common: Each rank's, for the data that it sends to all; empty if the link has none.
     """
 
     inbound: dict[int, int]
@@ -164,12 +164,12 @@ class Slots(NamedTuple):
 
 
 class RingLink(Link):
-    """What the host relay and peer copies have in common.
+    """The base class of the host relay and peer copies.
 
     Args:
         control: The ranks.
         queues: This rank's, of the device where tensors are.
-        has_slots: Whether this rank's segment has its rings, behind its header.
+        has_slots: Whether this rank's segment has its rings, after its header.
 
     Raises:
         HeapError: The host, or the GPU, has no room for the rings.
@@ -261,11 +261,11 @@ class RingLink(Link):
         }
 
     def _slots(self, control: Control) -> Slots:
-        """Where all slots are. Collective."""
+        """Returns where all slots are. Collective."""
         raise NotImplementedError
 
     def offset(self, owner: int, sender: int) -> int:
-        """Where the ring for what a rank sends lies among those of its owner."""
+        """Returns the place of a sender's ring among the rings of their owner."""
         return (sender - (sender > owner)) * self.ring_bytes
 
     def registered(self, memory: SharedMemory, offset: int, nbytes: int) -> int:
@@ -281,7 +281,7 @@ class RingLink(Link):
         return RingFlight(self, exchange, index)
 
     def announce(self, number: int, what: str) -> None:
-        """Tells peers what begins here, and compares it with what has begun there.
+        """Tells peers which exchange begins here, and compares it with theirs.
 
         Raises:
             ShapeError: A peer exchanges something else.
@@ -299,7 +299,7 @@ class RingLink(Link):
         """Counts an exchange as ended when a stream comes here; gives its number.
 
         Another stream that waits for it does so sooner by such a word than by an event. The word
-        only grows, since an exchange begins behind the end of the one before.
+        only grows, since an exchange begins after the end of the one before.
         """
         self._num_ended += 1
         self.queues.write_value(self.queues.handle(stream), self._ended, self._num_ended)
@@ -322,7 +322,7 @@ class RingLink(Link):
         """Called before a chunk is issued; a slower link can hold its stream back here."""
 
     def problem(self) -> FlashMoEError | None:
-        """What has ended the link, here or on another rank, if anything has."""
+        """Returns the error that has ended the link, here or on another rank, if any has."""
         if self.broken is None and self._notice.value:
             told = board.notice(self.own)
             assert told is not None
@@ -374,13 +374,13 @@ class RingLink(Link):
 
     def leave(self) -> None:
         """See the base class."""
-        # Sums and marks are in streams of others. Behind a failure the watch lets streams go on.
+        # Sums and marks are in streams of others. After a failure the watch lets streams go on.
         self.queues.synchronize()
         self.watch.close()
         self.broken = self.broken or LinkError("it has been closed")
 
     def close(self) -> None:
-        """Waits for what the GPU has been given and frees the link's memory."""
+        """Waits for the work that the GPU has been given and frees the link's memory."""
         self.leave()
         self._stack.close()
 
@@ -416,12 +416,12 @@ class HostRelay(RingLink):
 
 
 class RingFlight(Flight):
-    """What a ring link carries of an exchange.
+    """The part of an exchange that a ring link carries.
 
     Attributes:
         what: The operation, for messages.
         started: The exchange's.
-        ended: Recorded behind its last chunk.
+        ended: Recorded after its last chunk.
     """
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
@@ -465,7 +465,7 @@ class RingFlight(Flight):
             stream.wait_event(self.started)
 
     def leave(self) -> None:
-        """Marks the end of what has been issued."""
+        """Marks the end of the issued work."""
         self.pieces = ()  # flights are kept for their times, tensors are not
         first, *others = self._streams
         for stream in others:
@@ -475,11 +475,11 @@ class RingFlight(Flight):
         self.link.watch.add(self)
 
     def has_begun(self) -> bool:
-        """Whether the stream has come to it, so that it waits for peers if for anything."""
+        """Returns whether the stream has come to it, so that it can wait only for peers."""
         return bool(self.started.query())
 
     def is_over(self) -> bool:
-        """Whether it waits for nothing any more."""
+        """Returns whether it waits for nothing any more."""
         return bool(self.ended.query())
 
     def join(self) -> None:
@@ -493,7 +493,7 @@ class RingFlight(Flight):
         return seconds_between(self.started, self.ended)
 
     def num_bytes(self) -> int:
-        """What this rank received by it."""
+        """Returns the bytes that this rank received by it."""
         return self._received
 
 

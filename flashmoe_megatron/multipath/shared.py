@@ -1,4 +1,4 @@
-"""Host memory that processes share and that has no name, so that no death can leave it behind."""
+"""Host memory that processes share; it has no name, so that it ends with its processes."""
 
 import ctypes
 import errno
@@ -63,7 +63,7 @@ class SharedMemory:
 
     @property
     def place(self) -> SegmentPlace:
-        """What :meth:`open` needs in another process."""
+        """The argument of :meth:`open` in another process."""
         return os.getpid(), self._descriptor, self.nbytes, _name_of(os.getpid(), self._descriptor)
 
     @classmethod
@@ -113,7 +113,7 @@ class SharedMemory:
         fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
 
     def is_held(self) -> bool:
-        """Whether the process that has called :meth:`hold` is still there. For other processes."""
+        """Returns whether the process that called :meth:`hold` still lives. For other processes."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         except OSError:
@@ -128,7 +128,7 @@ class SharedMemory:
 
 
 def _name_of(process: int, descriptor: int) -> str:
-    """What a process's descriptor is of."""
+    """Returns the file of a process's descriptor."""
     return os.readlink(f"/proc/{process}/fd/{descriptor}")
 
 

@@ -12,7 +12,7 @@ class SimulatedLink:
         name: The link's.
         gbps: GB/s into each rank.
         latency_us: Microseconds before the first byte.
-        per_chunk_us: Microseconds that every chunk costs beside its bytes.
+        per_chunk_us: Microseconds that every chunk costs in addition to its bytes.
         hops: How many copies follow each other on the way; a relay through the host has two, and
             its second begins when the first has moved a chunk.
         noise: Standard deviation of its times, as a part of them.

@@ -32,7 +32,7 @@ class ThreadMoment:
         self._reached, self._at = threading.Event(), 0.0
 
     def record(self, stream: "ThreadQueue") -> None:
-        """Means a queue's moment of now; what waits already waits for what was recorded before."""
+        """Marks a queue's present moment; earlier waits stay with the moment recorded before."""
         self._reached = threading.Event()
         stream.run(functools.partial(self._reach, self._reached, stream))
 
@@ -64,7 +64,7 @@ class ThreadQueue:
         self.run = give
 
     def now(self) -> float:
-        """Returns the time, for what runs in the queue."""
+        """Returns the time, for operations of the queue."""
         return time.monotonic()
 
     def wait_event(self, event: ThreadMoment) -> None:

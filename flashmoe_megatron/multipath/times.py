@@ -20,7 +20,7 @@ class Timed(NamedTuple):
     """A transfer whose times are known, link by link.
 
     Attributes:
-        shares: Those by which it went.
+        shares: The shares that it used.
         seconds: As the slowest rank saw them; where one link carried all, as this rank did.
         moved: Bytes that this rank received.
     """
@@ -33,8 +33,8 @@ class Timed(NamedTuple):
 class Times:
     """The times of the transfers of a size class, until all ranks have agreed on them.
 
-    The times of a window are asked for when the next one is full, so that nobody waits for a
-    transfer, and used when the one after that is, so that nobody waits for a rank.
+    The times of a window are asked for when the next one is full, so that no rank waits for a
+    transfer, and used when the one after that is, so that no rank waits for another.
 
     Args:
         control: The ranks.
@@ -47,7 +47,7 @@ class Times:
         self._asked: tuple[Answers[list[float]] | None, list[Timed]] | None = None
 
     def is_next_timed(self) -> bool:
-        """Whether the next transfer is timed; on every rank or on none."""
+        """Returns whether the next transfer is timed; on every rank or on none."""
         self._count += 1
         return self._count % _SAMPLES == 0
 
@@ -69,7 +69,7 @@ class Times:
                 Timed(by, seconds_of(row), [one.num_bytes() if one else 0 for one in row])
                 for by, row in self._full
             ]
-            # Times of one link alone move nothing, so that nobody has to agree on them.
+            # Times of one link alone move nothing, so that ranks need not agree on them.
             alone = all(sum(one is not None for one in row) == 1 for _, row in self._full)
             values = [value for one in timed for value in one.seconds]
             self._asked = (None if alone else self._control.ask(values)), timed

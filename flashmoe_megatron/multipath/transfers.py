@@ -35,23 +35,23 @@ from flashmoe_megatron.multipath.times import Timed, Times
 from flashmoe_megatron.multipath.trials import one_of_a_row, row_of
 
 _TRIAL_BYTES = 64 * 2**20
-"""What links of one kind of wires move to each peer to find the faster one."""
+"""Bytes that links of one kind of wires move to each peer to find the faster one."""
 
 
 @dataclass
 class Load:
-    """What an exchange moves; see :meth:`Transfers.load`.
+    """The pieces that an exchange moves; see :meth:`Transfers.load`.
 
     Attributes:
         what: Names it in messages, and is compared between ranks.
         pieces: One for every peer.
-        meanwhile: What the current stream does beside the transfer.
+        meanwhile: Work of the current stream concurrent with the transfer.
         inbound: Bytes that a rank receives of all others, if all pieces are as long as the longest.
         balancer: Has the shares of pieces like these.
         times: The times of their size class, once some have gone.
-        shares: Those by which it has gone, if it has.
+        shares: The shares that it has used, if it has moved.
         route: How it goes by them.
-        writes: What the link that carries all writes to places, if it does that.
+        writes: The copies to places of the link that carries all, if it makes any.
     """
 
     what: str
@@ -79,7 +79,7 @@ class _Route(NamedTuple):
 
 @dataclass
 class LinkTotals:
-    """What a link has carried.
+    """The bytes and times of a link.
 
     Attributes:
         nbytes: Bytes that this rank received by it.
@@ -93,11 +93,11 @@ class LinkTotals:
 
 
 class Transfers:
-    """What moves between the ranks of a group; every call is collective over it.
+    """Transfers between the ranks of a group; every call is collective over it.
 
     Attributes:
         links: The links, in the order of the balancers'.
-        balancer: Has the shares of what differs for each peer; see :meth:`balancer_for`.
+        balancer: Has the shares of data that differs for each peer; see :meth:`balancer_for`.
         direct: Has them where peer copies write without a detour.
     """
 
@@ -151,10 +151,10 @@ class Transfers:
         receives: Sequence[torch.Tensor],
         place: Place | None = None,
     ) -> list[Piece]:
-        """What goes to and comes from each peer, the next rank first.
+        """Returns the pieces to and from each peer, the next rank first.
 
         Args:
-            sends: What each rank gets, or what all of them get.
+            sends: The data for each rank, or the same for all.
             receives: Where each rank's goes.
             place: Where it goes on peers, if they can be written to without a detour.
         """
@@ -178,13 +178,13 @@ class Transfers:
     def load(
         self, what: str, pieces: Sequence[Piece], meanwhile: Callable[[], object] | None = None
     ) -> Load:
-        """What :meth:`exchange` can move, time and again.
+        """Makes a load that :meth:`exchange` can move, time and again.
 
         Args:
             what: At most 48 letters.
             pieces: The longest of each rank is as long as those of the others, so that all ranks
                 cut at the same places.
-            meanwhile: May be called beside the transfer.
+            meanwhile: May be called concurrently with the transfer.
         """
         longest = max(max(piece.send.numel(), piece.receive.numel()) for piece in pieces)
         inbound = longest * (self._num_ranks - 1)
@@ -202,7 +202,7 @@ class Transfers:
             link.announce(self._number, what)
 
     def exchange(self, load: Load) -> set[Link]:
-        """Moves pieces over all links, by the shares of their size, behind the current stream.
+        """Moves pieces over all links, by the shares of their size, after the current stream.
 
         Returns:
             The links that have carried something.
@@ -243,7 +243,7 @@ class Transfers:
         return self._times[key]
 
     def _write(self, link: Link, what: str, writes: Writes) -> None:
-        """What a link writes alone, and nobody times: the host has little else to do."""
+        """Writes by one link alone, untimed: the host has little else to do."""
         self._number += 1
         link.write(self._number, what, writes, self._queues.current())
 
@@ -255,7 +255,7 @@ class Transfers:
         return [moved if one is link else None for one in self.links]
 
     def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
-        """How pieces go by shares, which is found once for what moves time and again."""
+        """Returns how pieces go by shares; a load that moves time and again keeps it."""
         if load.route is None or load.shares is not shares:
             length = load.inbound // (self._num_ranks - 1)
             load.shares, load.route = shares, self._route(load.balancer, length, shares)
@@ -291,7 +291,7 @@ class Transfers:
             is_timed: Whether flights have times.
 
         Returns:
-            What each link did, ``None`` for those that had nothing to do.
+            The flight of each link, ``None`` for links that had nothing to do.
         """
         self._number += 1
         parts, used, turns = _plan(tuple(carried), tuple(chunks))
@@ -336,7 +336,7 @@ class Transfers:
             whole = sum(scaled)
             for link, nbytes, chunk in zip(self.links, scaled, chunks, strict=True):
                 writes = link.writes(pieces, Part(0, whole, chunk)) if nbytes == whole else None
-                if writes is not None:  # so it goes when nobody times it, and takes less
+                if writes is not None:  # an untimed transfer goes so, and takes less
                     write = functools.partial(self._write, link, what, writes)
                     _, took = row_of(write, self._queues)
                     (slowest,) = greatest(self._control.gather([took]))
@@ -355,7 +355,7 @@ class Transfers:
         empty = torch.empty(shape, dtype=torch.uint8, device=self._queues.device)
         pieces = self.pieces([empty[-1]] * self._num_ranks, list(empty[:-1]))
         took = dict.fromkeys(rivals, math.inf)
-        for index in rivals * 3:  # the first time also pays for what is made then
+        for index in rivals * 3:  # the first time also pays for objects that are made then
             carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
             flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * len(carried))
             flight = flights[index]
@@ -372,7 +372,7 @@ class Transfers:
                 self._totals[name].timed_bytes += nbytes
 
     def take_totals(self) -> dict[str, LinkTotals]:
-        """What each link has carried since the last call, and the times that are known since."""
+        """Returns the bytes of each link since the last call, and the times that became known."""
         taken = self._totals
         self._totals = {name: LinkTotals() for name in taken}
         return taken
@@ -400,7 +400,7 @@ def _plan(
     """Each link's part, the links that carry some, and these in the order of their chunks.
 
     The link that is least advanced is next: with one hardware queue, chunks of several links then
-    run beside each other.
+    run concurrently.
     """
     ends = list(itertools.accumulate(carried))
     spans = zip(carried, ends, chunks, strict=True)

@@ -18,8 +18,8 @@ def one_of_a_row(
     """Each link's seconds of one of several transfers that follow one another.
 
     The slowest link's are what a caller gets: the time from the end of the first transfer to the
-    end of the last one over their number. So they have what a transfer hides behind the one before
-    it, and what the host and the meetings of ranks take. The others' are in proportion.
+    end of the last one over their number. So they include the overlap of a transfer with the one
+    before it, and the time of the host and of the ranks' meetings. The others' are in proportion.
 
     Args:
         move: Issues a transfer, timed or not; gives what each link moves, ``None`` for one without
@@ -36,7 +36,7 @@ def one_of_a_row(
 
 
 def row_of(move: Callable[[], _Result], queues: Queues) -> tuple[list[_Result], float]:
-    """Several transfers behind one that does not count.
+    """Makes several transfers after a first, uncounted transfer.
 
     Args:
         move: Issues a transfer.

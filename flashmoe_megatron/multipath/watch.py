@@ -16,7 +16,7 @@ class Watch:
     It looks 10 times a second while there are transfers, however many there are, and none of them
     wakes it: it would take the interpreter's lock from the thread that issues chunks.
 
-    A stream that waits for a word waits for ever if nobody writes it. Where a peer has died, has
+    A stream that waits for a word waits for ever if no rank writes it. Where a peer has died, has
     failed, or has not counted for the time limit, the thread notes the error, tells every rank, and
     writes the words itself, time and again: a peer that is late may write smaller ones over them.
 
@@ -32,7 +32,7 @@ class Watch:
         self._thread.start()
 
     def add(self, flight: Any) -> None:
-        """Looks after one more transfer, all of which has been issued."""
+        """Looks after one more transfer, which has been issued completely."""
         self._flights.append(flight)
         if not self._added.is_set():
             self._added.set()

@@ -160,18 +160,18 @@ def test_a_link_is_measured_whatever_size_the_handle_has(monkeypatch: pytest.Mon
     """Torch gives the handle of NVSHMEM's memory that was freed for what lies there since."""
     copied: list[tuple[int, int]] = []
 
-    class Event:
-        def record(self) -> None: ...
+    class Stamp:
+        def __init__(self, _: torch.device) -> None: ...
 
-        def synchronize(self) -> None: ...
+        def wait(self) -> None: ...
 
-        def elapsed_time(self, _: "Event") -> float:
-            return 2.0  # milliseconds
+        def ns_since(self, _: "Stamp") -> float:
+            return 2e6
 
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("get_buffer: the requested size exceeds the allocated size")
 
-    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event())
+    monkeypatch.setattr(symmetric, "Stamp", Stamp)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(
         driver, "copy", lambda target, source, nbytes, stream: copied.append((source, nbytes))

@@ -255,22 +255,29 @@ def test_repeats_bit_for_bit(ranks: RankPool):
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_output_does_not_depend_on_the_number_of_ranks(ranks: RankPool):
-    """The order of a token's sum is by expert, wherever the experts live."""
-    inputs = cases.make_inputs(cases.CONFIG, cases.uniform, [48], dtype=torch.bfloat16)
+def shared_out(inputs: cases.Inputs, sizes: list[int]) -> cases.Inputs:
+    """Puts some of one rank's tokens on each of several ranks."""
+    num_tokens = sum(sizes)
+    names = ("x", "probs", "routing_map", "grad_out")
+    shares = {name: list(getattr(inputs, name)[0][:num_tokens].split(sizes)) for name in names}
+    return replace(inputs, **shares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_output_depends_neither_on_the_number_of_ranks_nor_on_other_tokens(
+    ranks: RankPool, dtype: torch.dtype
+):
+    """A token's sum is in the order of experts, wherever they are, and its products are its own."""
+    inputs = cases.make_inputs(cases.CONFIG, cases.uniform, [48], dtype=dtype)
     (single, _), *_ = ranks.run(run_rank, cases.CONFIG, inputs, False, num_ranks=1)
-    config = cases.make_config(num_ranks=4)
-    shared = replace(
-        inputs,
-        x=list(inputs.x[0].split(12)),
-        probs=list(inputs.probs[0].split(12)),
-        routing_map=list(inputs.routing_map[0].split(12)),
-        grad_out=list(inputs.grad_out[0].split(12)),
-    )
-    spread = ranks.run(run_rank, config, shared, False)
-    for name in ("out", "grad x", "grad probs"):
-        joined = torch.cat([found[name] for found, _ in spread])
-        assert_close(name, joined, single[name], rel_l2=1e-3)
+    for sizes in ([24, 24], [12, 12, 12, 12], [5, 0, 7, 1], [1], [31]):
+        config = cases.make_config(num_ranks=len(sizes))
+        found = ranks.run(run_rank, config, shared_out(inputs, sizes), False, num_ranks=len(sizes))
+        out = torch.cat([results["out"] for results, _ in found])
+        assert torch.equal(out, single["out"][: sum(sizes)]), sizes
+        for name in ("grad x", "grad probs"):
+            joined = torch.cat([results[name] for results, _ in found])
+            assert_close(name, joined, single[name][: sum(sizes)], rel_l2=1e-3)
 
 
 def test_a_backward_can_be_called_with_parameters():

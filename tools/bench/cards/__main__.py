@@ -24,9 +24,9 @@ from tools.bench.cards.training import command_of, train
 ENDING_S = 25.0
 """Left of the time when an arm's limit is over, for ending it and writing what came of it."""
 LEAST_S = 45.0
-"""An arm is not begun if less is left: it would not come behind its first iterations."""
+"""An arm is not begun if less is left: it would not get past its first iterations."""
 ARM_S = 150.0
-"""An arm is ended after that, so that one that hangs leaves time for others."""
+"""An arm is ended after that, so that a hanging arm leaves time for others."""
 
 
 def main(arguments: list[str]) -> int:
@@ -124,7 +124,7 @@ def run_one(
 
 
 def end_of(log: str, num_lines: int = 15) -> list[str]:
-    """The last lines of a log, behind the first ones that name an error."""
+    """Returns the last lines of a log, after the first lines that name an error."""
     lines = [line[:400] for line in log.splitlines()]
     return [*[line for line in lines if "Error" in line][:4], "...", *lines[-num_lines:]]
 

@@ -20,8 +20,8 @@ class Arm:
         graph: CUDA graphs of attention, router and preprocessing, or one of the iteration.
             Megatron's alltoall waits for the GPU, and has no graph of the iteration.
         is_forced: Whether the router's choice is random, so that experts get the same.
-        variant: "" for what is compared; "fp8" in blockwise FP8; "noise" for the run that rounds
-            in another order, which tells how far rounding alone moves a loss; "cutlass" with
+        variant: "" for arms that are compared; "fp8" in blockwise FP8; "noise" for the run that
+            rounds in another order, which tells how far rounding alone moves a loss; "cutlass" with
             Transformer Engine's grouped product by CUTLASS.
         variables: Environment variables of its own.
     """
@@ -45,7 +45,7 @@ class Arm:
         return Arm("alltoall", "pieces", self.is_forced, "noise").name
 
     def flags(self, model: Model) -> list[str]:
-        """What the script is told besides the model."""
+        """Returns the script's flags except those of the model."""
         # FP8's attention keeps state that a graph of it would replay.
         modules = "moe_router moe_preprocess"
         if self.variant != "fp8":

@@ -1,4 +1,4 @@
-"""Makes a card of a model's records: pure functions from what has been recorded to what is said."""
+"""Makes a card of a model's records: pure functions from records to the text of a card."""
 
 import math
 import statistics
@@ -15,12 +15,12 @@ TILE_M = 128
 SHOWN = (1, 10, 20)
 """Iterations whose losses a card shows."""
 MACHINE = ("gpus", "power_limit", "max_sm_clock", "driver", "torch")
-"""What has to be the same for the figures of a card to be compared."""
+"""Facts that have to be the same for the figures of a card to be compared."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What an arm takes, by its iterations that count.
+    """The time of an arm, by its iterations that count.
 
     Attributes:
         seconds: The median iteration.
@@ -56,12 +56,12 @@ class Speed:
 
 @dataclass(frozen=True)
 class Band:
-    """Whether a run's losses are alltoall's as far as rounding goes.
+    """Counts the iterations whose losses are alltoall's as far as rounding goes.
 
     Attributes:
-        inside: Iterations that are.
+        inside: Iterations whose losses are.
         of: Iterations that were compared.
-        first_outside: The first that is not.
+        first_outside: The first whose loss is not.
         largest: The largest relative distance.
         has_noise: Whether a run that rounds in another order widens the band of one bfloat16 unit.
     """
@@ -101,7 +101,7 @@ class Band:
 def row_need(row_blocks: int, model: Model, gpus: int) -> float:
     """The row bound that so many blocks of a rank want: rows over their mean.
 
-    Every expert of the rank may leave a block partly empty, for which no bound is needed.
+    Every expert of the rank may leave a block partly empty; the empty rows need no bound.
     """
     local = model.number("num-experts") // gpus
     mean = model.tokens // MICRO_BATCHES * model.number("moe-router-topk")
@@ -114,7 +114,7 @@ def reference_of(arm: Arm) -> str:
 
 
 def band_of(arm: Arm, records: Records) -> Band | None:
-    """Where an arm's losses are beside alltoall's; ``None`` where either has not been run."""
+    """Compares an arm's losses with alltoall's; ``None`` where either has not been run."""
     ours, theirs = records.get(arm.name), records.get(reference_of(arm))
     if not is_done(ours) or not is_done(theirs) or arm.name == reference_of(arm):
         return None
@@ -129,7 +129,7 @@ def band_of(arm: Arm, records: Records) -> Band | None:
 
 
 def card_of(model: Model, records: Records, gpus: int) -> dict[str, Any]:
-    """A card: what is the same for all arms, the arms that have results, and those that miss."""
+    """Makes a card: common facts of all arms, arms with results, and arms that miss."""
     arms = arms_of(model)
     done = {arm.name: records[arm.name] for arm in arms if is_done(records.get(arm.name))}
     lines = []

@@ -1,4 +1,4 @@
-"""The models of the cards: flags of their layers, and cuts with which one GPU holds them."""
+"""The models of the cards: flags of their layers, and cuts that let one GPU hold them."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ ITERATIONS = 30
 COUNTED = 10
 """The last of the iterations, which alone are timed."""
 RECORDED = 3
-"""Iterations behind them, in which CUDA's activities are recorded."""
+"""Iterations after them, in which CUDA's activities are recorded."""
 
 COMMON = f"""
 --transformer-impl transformer_engine --bf16 --max-position-embeddings 4096
@@ -107,7 +107,7 @@ class Model:
     row_bound: float = 1.0
 
     def number(self, flag: str) -> int:
-        """The number behind a flag."""
+        """Returns the number after a flag."""
         words = self.flags.split()
         return int(words[words.index(f"--{flag}") + 1])
 
@@ -117,7 +117,7 @@ class Model:
         return MICRO_BATCHES * self.number("micro-batch-size") * self.number("seq-length")
 
     def arguments(self, gpus: int) -> list[str]:
-        """What the script is told on so many GPUs, over which the experts lie."""
+        """Returns the script's arguments on so many GPUs, with the experts spread over all."""
         batch = MICRO_BATCHES * self.number("micro-batch-size") * gpus
         spread = ["--global-batch-size", str(batch), "--expert-model-parallel-size", str(gpus)]
         return [*COMMON.split(), *self.flags.split(), *spread]

@@ -40,13 +40,13 @@ def write_record(folder: Path, arm: Arm, record: dict[str, Any]) -> None:
 
 
 def todo(records: Records, arms: list[Arm]) -> list[Arm]:
-    """The arms without a result: first those never tried, then those that failed least often."""
+    """Returns the arms without a result, the arms with the fewest tries first."""
     open_arms = [arm for arm in arms if not is_done(records.get(arm.name))]
     return sorted(open_arms, key=lambda arm: tries(records.get(arm.name)))
 
 
 def is_done(record: dict[str, Any] | None) -> bool:
-    """Whether an arm has a result."""
+    """Returns whether an arm has a result."""
     return record is not None and record["ended"] in DONE
 
 
@@ -56,7 +56,7 @@ def tries(record: dict[str, Any] | None) -> int:
 
 
 def all_todo(out: Path, models: list[Model], gpus: int) -> Iterator[tuple[Model, Arm]]:
-    """What is to be run: card for card, and behind all of them what has failed before."""
+    """Yields the arms to run: card for card, and after all of them the arms that have failed."""
     again = []
     for model in models:
         records = read_records(folder_of(out, model, gpus))

@@ -25,7 +25,7 @@ SAMPLES = ("timestamp", "clocks.sm", "power.draw")
 
 
 def command_of(model: Model, arm: Arm, script: Path, seen: Path, gpus: int) -> list[str]:
-    """What starts an arm, with a file for what :mod:`.watched` sees."""
+    """Returns the command of an arm, with a file for :mod:`.watched` to write."""
     watch = ["-m", watched.__name__, str(seen), str(script)]
     return [*torchrun(gpus), *watch, *model.arguments(gpus), *arm.flags(model)]
 
@@ -41,7 +41,7 @@ def train(
         script: ``pretrain_gpt.py``.
         folder: Takes the log, and for a while what is seen.
         gpus: GPUs of this host.
-        limit_s: Seconds after which the process is ended.
+        limit_s: Seconds until the process is ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log, seen = folder / f"{arm.name}.log", folder / f"{arm.name}.seen"
@@ -67,7 +67,7 @@ def train(
 def outcome_of(output: str, status: int | None, iterations: dict[int, Any]) -> dict[str, Any]:
     """How a run ended, with losses and times of its iterations.
 
-    ``ended`` is "complete" behind all iterations that count, whatever came then; "bound" where a
+    ``ended`` is "complete" after all iterations that count, whatever came then; "bound" where a
     rank was to get more rows than its buffers hold, "unfused" where attention is, "time" where the
     limit ended it, and else "failed".
     """

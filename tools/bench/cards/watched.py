@@ -24,14 +24,14 @@ from flashmoe_megatron.adapters.patch import patch, when_imported
 from tools.bench.cards.models import RECORDED
 
 LISTED = 12
-"""Names of activities that are listed, those for which the GPU waits longest."""
+"""Names of activities that are listed; the GPU waits longest for these."""
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 UNFUSED_STATUS = 3
 """The exit status of a run whose attention is unfused."""
 
 
 class Watch:
-    """What happens in a training, written as soon as it is known.
+    """Records a training, and writes each fact as soon as it is known.
 
     Args:
         out: The file.
@@ -116,7 +116,7 @@ class Watch:
 
 
 def name_of_attention(answer: tuple[Any, ...]) -> str:
-    """The name of what Transformer Engine's choice of attention says."""
+    """Returns the name of the attention that Transformer Engine has chosen."""
     is_flash, _, is_cudnn, _, is_unfused, *_ = answer
     names = {"flash": is_flash, "cudnn": is_cudnn, "unfused": is_unfused}
     # That is its own order of preference, where several are true.
@@ -124,13 +124,13 @@ def name_of_attention(answer: tuple[Any, ...]) -> str:
 
 
 def is_fused(attention: Iterable[str]) -> bool:
-    """Whether Transformer Engine has chosen attention, and fused one in every layer."""
+    """Returns whether Transformer Engine has chosen a fused attention in every layer."""
     chosen = set(attention)
     return bool(chosen) and chosen <= {"flash", "cudnn"}
 
 
 def flops_of_an_iteration() -> float:
-    """FLOPs of all GPUs by Megatron's formula, with which it logs its throughput."""
+    """Returns all GPUs' FLOPs by Megatron's formula, which also gives its logged throughput."""
     from megatron.training import get_args
     from megatron.training.training import num_floating_point_operations
 
@@ -139,7 +139,7 @@ def flops_of_an_iteration() -> float:
 
 
 def activities_of(events: Iterable[Any]) -> dict[str, Any]:
-    """What the GPU did in an iteration, and what it waited for, in milliseconds."""
+    """Returns the GPU's work in an iteration, and its waits, in milliseconds."""
     on_gpu = [
         (each.start_ns(), each.start_ns() + each.duration_ns(), each.name())
         for each in events
@@ -155,7 +155,7 @@ def activities_of(events: Iterable[Any]) -> dict[str, Any]:
 
 
 def idle_before(activities: Iterable[tuple[int, int, str]]) -> dict[str, int]:
-    """How long nothing works until an activity begins, summed by the names of those that begin."""
+    """Sums the idle time before each activity, by the activity's name."""
     idle: dict[str, int] = {}
     until = None
     for begin, end, name in sorted(activities):

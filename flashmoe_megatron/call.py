@@ -198,7 +198,7 @@ class Backend(OfGroup, ABC):
 
     @abstractmethod
     def take_records(self) -> list[LaunchRecord]:
-        """Returns the launches finished since the last call, oldest first. Not collective.
+        """Returns records of launches finished since the last call, oldest first. Not collective.
 
         Never waits, neither for a device nor for a peer: a launch that is under way is in a later
         call's list. Records that no caller takes are dropped, the oldest first. Backends that share
@@ -405,9 +405,9 @@ class LooksAhead(Protocol):
     ) -> None:
         """Settles on the experts in spare slots for the next forward of a layer. Collective.
 
-        That forward plans from its own routing which slot computes what. A forward without
-        a settlement plans both; so does one on the kernel between which and its settlement
-        the group has launched anything else, since layers share their slots.
+        That forward plans from its own routing which slot computes what. A forward without a
+        settlement plans both; so does a forward on the kernel if the group has launched anything
+        else since its settlement, since layers share their slots.
 
         Args:
             routing_map: ``[num_tokens, num_experts]`` bool, what is expected of the routing.

@@ -77,6 +77,7 @@ PLAIN = (
     "tools/bench/cards/arms.py",
     "tools/bench/cards/card.py",
     "tools/bench/cards/models.py",
+    "tools/bench/cards/page.py",
     "tools/bench/cards/records.py",
     "tools/bench/cards/training.py",
     "tools/bench/cards/watched.py",

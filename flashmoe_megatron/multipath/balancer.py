@@ -66,7 +66,7 @@ _RETRY_WINDOWS = 50
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The measured speed of a link.
+    """The speed of a link, as far as it is known.
 
     Attributes:
         latency: Seconds that a transfer takes before its first byte counts.

@@ -227,7 +227,7 @@ class Meeting:
         self._link, self._count = link, count
 
     def has_begun(self) -> bool:
-        """Returns whether the stream has come to it, so that it can wait only for peers."""
+        """Returns whether the stream has come to it: then it waits for peers or for nothing."""
         return has_counted(self._link.offers.own, self._count)
 
     def is_over(self) -> bool:

@@ -475,7 +475,7 @@ class RingFlight(Flight):
         self.link.watch.add(self)
 
     def has_begun(self) -> bool:
-        """Returns whether the stream has come to it, so that it can wait only for peers."""
+        """Returns whether the stream has come to it: then it waits for peers or for nothing."""
         return bool(self.started.query())
 
     def is_over(self) -> bool:

@@ -74,7 +74,7 @@ def cut_routes(
     """Brings routes into the order of parts; the host does not wait.
 
     Args:
-        token_idx: The token of each route, by expert; unspecified after the last route.
+        token_idx: The token of each route, by expert; any token after the last route.
         place: As :class:`Sorted` has it.
         ends: Likewise.
         degree: The number of parts.

@@ -32,7 +32,8 @@ class Sorted:
     Tensors with room for ``tokens * choices`` routes have unspecified values after the last route.
 
     Attributes:
-        token_idx: ``[tokens * choices]`` int64, the token of each route.
+        token_idx: ``[tokens * choices]`` int64, the token of each route; any token after the
+            last route.
         flat_idx: ``[tokens * choices]`` int64, where its probability is among all of the tokens'.
         row_probs: ``[tokens * choices]``, that probability.
         place: ``[tokens, choices]`` int64, each token's routes by ascending expert;

@@ -64,7 +64,7 @@ class Ways:
 
         Args:
             x: The tokens.
-            token_idx: The token of each route, part after part; unspecified after the last route.
+            token_idx: The token of each route, part after part; any token after the last route.
             degree: The number of parts.
 
         Returns:

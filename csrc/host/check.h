@@ -15,6 +15,7 @@ namespace flashmoe {
 
 static_assert(int(Dtype::kBFloat16) == FLASHMOE_BFLOAT16 and
               int(Dtype::kFloat16) == FLASHMOE_FLOAT16);
+static_assert(sizeof(PlanHeader) == FLASHMOE_PLAN_HEADER_BYTES);
 static_assert(kMaxRanks == FLASHMOE_MAX_RANKS and kMaxTopk == FLASHMOE_MAX_TOPK and
               kMaxLocalExperts == FLASHMOE_MAX_LOCAL_EXPERTS and
               kMaxSpareSlots == FLASHMOE_MAX_SPARE_SLOTS);

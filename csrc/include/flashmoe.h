@@ -31,6 +31,7 @@
 #define FLASHMOE_NUM_SPANS 12
 #define FLASHMOE_NUM_RECORDS 256
 #define FLASHMOE_REASON_BYTES 480
+#define FLASHMOE_PLAN_HEADER_BYTES 16 /* of a plan, which FlashMoEInput.first_plan reads */
 
 #ifdef __cplusplus
 extern "C" {
@@ -230,7 +231,8 @@ typedef struct {
     float scaling_factor;      /* of the router's probabilities */
     int32_t has_no_backward;   /* no backward of this forward follows on this rank */
     const void* first_plan;    /* NULL; or where this forward is run again for a backward, the first
-                                  16 bytes of its first plan, which every rank with one gives */
+                                  FLASHMOE_PLAN_HEADER_BYTES of its first plan, which every rank
+                                  with a backward gives */
     const char* refusal;       /* NULL; or why this rank refuses its call: flashmoe_plan then brings
                                   no tokens, and the call fails on every rank with FLASHMOE_REFUSED */
 } FlashMoEInput;

@@ -54,7 +54,6 @@ struct PlanHeader {
     int32_t num_rows;
     uint32_t unfollowed;  // mask of the ranks that have no backward of this forward
 };
-static_assert(sizeof(PlanHeader) == 16);  // FlashMoEInput::first_plan
 
 struct PlanLayout {
     uint64_t header, expert_rows, expert_block, units, row_meta, row_prob, token_rows, own_columns,

@@ -195,7 +195,7 @@ class BackendOptions:
         "balance",
         one_of(POLICIES),
         "What replicas are for: balance evens out the ranks' rows, which suits NVLink; popular "
-        "keeps more than half of a rank's routes on the rank, which suits slow links.",
+        "keeps a rank's routes on the rank as far as spare slots go, which suits slow links.",
     )
     degree: str = option(
         "1",

@@ -2,8 +2,8 @@
 
 ``csrc/flashmoe/placement/popular.h`` is the same in C++ for a launch, whose links are equal.
 
-A rank that computes more than half of its own tokens' routes has enough of them at hand to work on
-while the others' rows arrive.
+A rank whose spare slots let it compute half of its own tokens' routes has enough of them at hand
+to work on while the others' rows arrive.
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,7 @@
 #define FLASHMOE_NUM_SPANS 12
 #define FLASHMOE_NUM_RECORDS 256
 #define FLASHMOE_REASON_BYTES 480
-#define FLASHMOE_PLAN_HEADER_BYTES 16 /* of a plan, which FlashMoEInput.first_plan reads */
+#define FLASHMOE_PLAN_HEADER_BYTES 16 /* FlashMoEInput.first_plan points to as many */
 
 #ifdef __cplusplus
 extern "C" {

@@ -619,7 +619,7 @@ class FlashMoELayer(nn.Module):
         self._mark_experts()
 
     def _write_rank(self) -> None:
-        """Makes the buffer, in which ``to_empty`` leaves anything, and which no checkpoint has."""
+        """Writes the buffer, whose values ``to_empty`` and checkpoints do not keep."""
         rank = torch.tensor(float(self.expert_group.rank), device=local_part(self.fc2).device)
         self.register_buffer(RANK_BUFFER, rank, persistent=False)
 

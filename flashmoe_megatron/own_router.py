@@ -1,4 +1,4 @@
-"""Calls a layer's own router, whatever has become of the ``nn.Linear`` that it begins as.
+"""Calls a layer's own router, which begins as an ``nn.Linear`` and may be replaced.
 
 An adapter wraps it, a hook is put on it, or another module takes its place. A call of the module
 lets all of them take part.
@@ -97,7 +97,7 @@ _WIDENED = frozenset(
 
 
 class _Wide(TorchFunctionMode):
-    """Computes in float32 within, whatever dtype parameters have.
+    """Computes in float32 within, for parameters of any dtype.
 
     They are read where they are used and not cast before the call, since hooks and adapters may
     replace or gather them within it.

@@ -116,7 +116,7 @@ class GroupBackends:
         return self._last[0] if self.is_over else self
 
     def _follow(self) -> "GroupBackends":
-        """Makes those that take over what layers have asked of these."""
+        """Makes the group's next backends, which take over the layers' requests."""
         for group in (self._given[0], self._given[-1]):
             living_group(group)
         made = (shared_backends if self.is_shared else GroupBackends)(*self._given)
@@ -308,7 +308,7 @@ class LayerExperts(ABC):
 
     @property
     def bound_of_tokens(self) -> int | None:
-        """Most tokens of one rank and call, ``None`` if nobody has said a bound."""
+        """The most tokens of one rank and call, ``None`` without a bound."""
         return self._backends.max_tokens if self._backends.is_bounded else None
 
     def reduce_in_gaps(self, slices: GradientSlices) -> bool:
@@ -377,7 +377,7 @@ class LayerExperts(ABC):
 
     @property
     def place(self) -> LayerPlace:
-        """The layer as metrics see it: of one shape on all ranks, whatever tokens each has had."""
+        """The layer as metrics see it, with one shape on all ranks for any numbers of tokens."""
         device = self._backends.device
         num_sms = 0
         if device.type == "cuda":

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 _TORCHS = frozenset(vars(nn.Module()))
-"""Attributes of every module: torch's registries, and the mode, in which nothing is read."""
+"""Attributes of every module that are not read: torch's registries, and the mode."""
 
 _ENGINES = frozenset({"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"})
 _ENGINES_PREFIXES = ("ds_", "__")

@@ -213,7 +213,7 @@ def _nccl_options(backend: str, max_ctas: int | None, limit: datetime.timedelta)
 
 @contextlib.contextmanager
 def _members_alone(name: str) -> Iterator[None]:
-    """Lets the members of a group alone make it, whatever others each has made before.
+    """Makes a group by its members alone; each may have made other groups before.
 
     Else torch names such a group after the number of groups that a process is in, which differs
     among the members. And where the default group was bound to a device, it splits that group's

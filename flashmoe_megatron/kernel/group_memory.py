@@ -62,7 +62,7 @@ class GroupMemory(EndsWithGroup):
         self.options = options
         self.trace: torch.Tensor | None = None  # for a library built to trace
         self.bounds = bindings.HeapBounds(0, 0)
-        """Bounds of all layers registered so far; none of them can use a heap of other bounds."""
+        """Bounds of all layers registered so far; a heap of other bounds fits no layer."""
         self._heap: symmetric.SymmetricAllocation | None = None
         self._heap_bounds = self.bounds
         self._least_replica_rows = 0

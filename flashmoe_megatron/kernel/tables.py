@@ -27,7 +27,7 @@ _Table = TypeVar("_Table")
 
 @dataclass(frozen=True)
 class WeightTables:
-    """Tables in which the kernel finds the experts' weights.
+    """Tables of the experts' weights, which the kernel reads.
 
     Attributes:
         maps: TMA descriptors of all matrices, on the device.

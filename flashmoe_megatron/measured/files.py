@@ -87,7 +87,7 @@ def replace(path: Path, content: Any) -> None:
 
 
 def build(kind: Any, value: Any) -> Any:
-    """Makes an annotated type from JSON: a dataclass, or a table, list or row of others.
+    """Makes an annotated type from JSON: a dataclass, or a table, list or row of such types.
 
     Numbers, texts and truth values in the fields of a dataclass stay as they are.
 

@@ -89,7 +89,7 @@ class LinkModel:
 
 
 _NEVER = LinkModel(math.inf, 1.0)
-"""A link that carries nothing, whatever the size."""
+"""A link that carries nothing, at any size."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Writes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The bytes of every piece that one link carries; a shorter piece may have none of them.
+    """The bytes of every piece that one link carries; a shorter piece may end before them.
 
     Attributes:
         begin: The first.

@@ -168,7 +168,7 @@ class Queues(abc.ABC):
 
     @abc.abstractmethod
     def allocation_of(self, address: int) -> int:
-        """Returns where the allocation begins in which an address lies."""
+        """Returns the begin of the allocation that holds an address."""
 
     @abc.abstractmethod
     def allocation_id(self, address: int) -> int:

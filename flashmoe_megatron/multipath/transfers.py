@@ -378,7 +378,7 @@ class Transfers:
         return taken
 
     def leave(self) -> None:
-        """Has the links unmap what is other ranks'; an error of one leaves none of them mapped."""
+        """Has the links unmap other ranks' memory, all of them even after an error of one."""
         with contextlib.ExitStack() as stack:
             for link in self.links:
                 stack.callback(link.leave)

@@ -15,7 +15,7 @@ def one_of_a_row(
     queues: Queues,
     gather: Callable[[list[float]], list[list[float]]],
 ) -> list[float]:
-    """Each link's seconds of one of several transfers that follow one another.
+    """Each link's seconds for a transfer, as a share of several consecutive ones.
 
     The slowest link's are what a caller gets: the time from the end of the first transfer to the
     end of the last one over their number. So they include the overlap of a transfer with the one

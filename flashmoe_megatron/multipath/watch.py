@@ -32,7 +32,7 @@ class Watch:
         self._thread.start()
 
     def add(self, flight: Any) -> None:
-        """Looks after one more transfer, which has been issued completely."""
+        """Looks after another transfer, which has been issued completely."""
         self._flights.append(flight)
         if not self._added.is_set():
             self._added.set()

@@ -63,7 +63,7 @@ _Summands = tuple[torch.Tensor, Sequence[WeightGrad]]
 
 @dataclass(frozen=True)
 class _Saved:
-    """State for backward; rows are in the order of experts, whatever the degree was.
+    """State for backward; rows are in the order of experts, for any degree.
 
     Attributes:
         routes: The routes.

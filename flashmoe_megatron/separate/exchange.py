@@ -21,7 +21,7 @@ from flashmoe_megatron.separate.lanes import Lane, Mark, mark, wait
 Counts = Sequence[Sequence[int]]
 Kind = Literal["direct", "copies", "2dh"]
 ONE_STEP: tuple[Kind, ...] = ("direct", "copies")
-"""From each rank to each, whatever carries the rows."""
+"""Exchanges that send rows from each rank to each in one step."""
 
 
 def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> Kind:
@@ -63,7 +63,7 @@ def counts_between(rank: int, sent: Sequence[int], received: Sequence[int]) -> C
 
 
 def row_bytes(rows: torch.Tensor) -> int:
-    """The bytes of one of several rows."""
+    """The bytes of a row."""
     return math.prod(rows.shape[1:]) * rows.element_size()
 
 

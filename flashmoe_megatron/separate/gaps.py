@@ -1,4 +1,4 @@
-"""How many bytes of gradients to reduce in which gap of a backward.
+"""Chooses how many bytes of gradients to reduce in each gap of a backward.
 
 A backward is a sequence of windows: exchanges of a layer leave the way between ranks idle for a
 while, and so do computations outside the experts. A reduction that fits costs nothing. Gaps

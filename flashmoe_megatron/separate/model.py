@@ -35,7 +35,7 @@ class Stage:
     cut_s: float = 0.0
 
     def time_s(self, degree: int) -> float:
-        """Seconds of one of ``degree`` parts."""
+        """Returns the seconds of one part out of ``degree``."""
         whole_s = self.whole_s + self.cut_s if degree > 1 else self.whole_s
         return self.alpha_s + whole_s / degree
 

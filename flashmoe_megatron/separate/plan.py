@@ -73,7 +73,7 @@ class Sorted:
 
 @dataclass(frozen=True)
 class Cut:
-    """The routes of one rank's tokens in the order in which they travel: by part, then expert.
+    """The routes of one rank's tokens in the order of their travel: by part, then expert.
 
     Attributes:
         token_idx: The token of each route, as long as what it was made from.
@@ -181,7 +181,7 @@ class Part(Sizes):
 
 
 def latest_ends(most: int, degree: int) -> list[int]:
-    """Where each part of up to so many routes ends at the latest, whatever their experts are.
+    """Returns the latest end of each part of so many routes, for any experts.
 
     Sizes are rounded so that the first parts together have no more than their share.
     """

@@ -25,7 +25,7 @@ MOST_RECORDS = 4096
 IN_PARTS = frozenset({"begin", "plan", "parts", "weights", "combine"})
 """The moments of a call whose parts overlap."""
 IN_TURN = IN_PARTS | {"dispatch", "products"}
-"""The moments of a call in which nothing overlaps."""
+"""The moments of a call without overlap."""
 
 
 class Laps:

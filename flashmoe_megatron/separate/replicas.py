@@ -178,7 +178,7 @@ def _kinds(weights: ExpertWeights) -> list[str]:
 
 
 def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The beginning of a flat tensor, in pieces of the shapes of others."""
+    """The beginning of a flat tensor, in pieces that have the shapes of other tensors."""
     first = 0
     for tensor in like:
         yield flat[first : first + tensor.numel()].view(tensor.shape)

@@ -39,7 +39,7 @@ class GradientSlices:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Makes an empty queue, in which nothing fits yet."""
+        """Makes an empty queue without room."""
         self.in_gap: dict[int, float] = {}
         self.beside: dict[int, float] = {}
         self._device = device

@@ -1,4 +1,4 @@
-"""Where metrics are written; whatever happens to one of these, training goes on."""
+"""Writes metrics; training goes on after any error of a sink."""
 
 import json
 import logging

@@ -142,7 +142,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
 
 
 def _left_alone(engine: Any, reason: str) -> dict[str, str]:
-    """The report of an engine in which nothing is fused, of any release: it knows names alone."""
+    """Reports an engine without fused layers, of any release: it knows names alone."""
     return {
         name.removesuffix(".deepspeed_moe"): reason
         for name, module in engine.module.named_modules()

@@ -144,7 +144,7 @@ def _sinks(engine: Any) -> list[Sink]:
 
 
 def _folder(config: Any) -> Path:
-    """The folder in which a run keeps what it logs."""
+    """The folder of a run's logs."""
     for monitor in (config.csv_monitor, config.tensorboard):
         if monitor.enabled and monitor.output_path:
             return Path(str(monitor.output_path), str(monitor.job_name))

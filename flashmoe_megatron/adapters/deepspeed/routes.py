@@ -35,7 +35,7 @@ class RouteCounter:
 
 
 class RouteReader:
-    """Reads the counters of all layers, on a GPU one reading late so that nobody waits.
+    """Reads the counters of all layers; on a GPU one reading late, so that the host does not wait.
 
     Args:
         counters: This rank's counters; none is fine.

@@ -18,7 +18,7 @@ def size_buckets(
     group: dist.ProcessGroup | None,
     settings: Settings,
 ) -> None:
-    """Sets the size of the engine's buckets, if nobody has said one. Collective over all ranks.
+    """Sets the size of the engine's buckets if the user has set none. Collective over all ranks.
 
     Args:
         engine: DeepSpeed's, before its first backward.

@@ -51,7 +51,7 @@ def reduce_gradients(experts: torch.nn.Module) -> None:
 
 
 def check_schedule() -> None:
-    """Makes sure that what a launch needs is kept, whatever the release.
+    """Makes sure, in every release, that the tensors of a launch are kept.
 
     Raises:
         ConfigError: None of the modules has the function.

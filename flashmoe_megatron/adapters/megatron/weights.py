@@ -17,7 +17,7 @@ _STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
 
 
 class HeldExperts:
-    """Holds a layer's experts: launches take their weights, and no forward of theirs is called.
+    """Holds a layer's experts: launches take their weights, and their forwards are not called.
 
     What a conversion (quantization, LoRA, sparsity) or a hook puts into a forward would be lost
     without a word, so that it is refused. Classes and structure are looked at again only where
@@ -61,7 +61,7 @@ class HeldExperts:
         return self._read()
 
     def _check_modules(self) -> list[torch.nn.Module]:
-        """Refuses modules that would compute something else; returns those that have hooks."""
+        """Refuses modules that would compute something else; returns the modules with hooks."""
         modules = with_all_below(self._experts)
         classes = classes_of(modules)
         if classes != self._classes:

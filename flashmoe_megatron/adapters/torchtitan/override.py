@@ -37,7 +37,7 @@ _IGNORED = frozenset(
 """Attributes that are read in each call, and what torchtitan puts around the experts' forward."""
 
 DTYPE = torch.bfloat16
-"""The dtype in which torchtitan's experts compute, whatever that of their parameters."""
+"""The dtype of the computation of torchtitan's experts; their parameters may have another."""
 
 
 class FlashMoEExperts(IndexedExperts):

@@ -27,7 +27,7 @@ _settings = ModuleOptions()
 
 
 def configure(**options: Any) -> ModuleOptions:
-    """Chooses how experts run from their next call on, in which what they compute is read again.
+    """Chooses how experts run from their next call on, which reads again how they compute.
 
     The same on every rank.
 
@@ -84,7 +84,7 @@ class RoutedExperts(IndexedExperts):
         self._sizes = sizes
 
     def check_sizes(self, sizes: _Sizes) -> None:
-        """Refuses stacks of other shapes than those that the layer was made for.
+        """Refuses stacks whose shapes are not the layer's.
 
         Raises:
             ConfigError: They are, as after experts were pruned.

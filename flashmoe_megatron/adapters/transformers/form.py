@@ -144,7 +144,7 @@ def read_weights(experts: nn.Module, dtype: torch.dtype | None = None) -> Expert
 
 
 def _check_sizes(experts: nn.Module, sizes: dict[str, Any]) -> None:
-    """Refuses sizes in which no backend computes.
+    """Refuses sizes that no backend computes.
 
     Raises:
         ConfigError: Says also where a size is a rank's share of the model's.

@@ -1,4 +1,4 @@
-"""Wraps the methods by which Megatron's DDP makes, fills, reduces and gathers its buckets."""
+"""Wraps the methods of Megatron's DDP that make, fill, reduce and gather its buckets."""
 
 from types import ModuleType
 from typing import Any

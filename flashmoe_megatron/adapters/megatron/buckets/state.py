@@ -24,7 +24,7 @@ _IS_FOREIGN = "flashmoe_is_foreign"
 
 
 class Buckets:
-    """The state of this process, in which one function of Megatron's DDP runs at a time.
+    """The state of this process, where one function of Megatron's DDP runs at a time.
 
     Attributes:
         told: The bucket group that Megatron is telling of a gradient, ``None`` between gradients.

@@ -1,4 +1,4 @@
-"""Recognises what a configuration has experts compute: in which dtype, by which activation."""
+"""Recognises the dtype and the activation of a configuration's experts."""
 
 import functools
 from typing import Any

@@ -12,7 +12,8 @@ An adapter for another framework supplies the rest:
   function that computes with them;
 - what puts that call in place of the framework's dispatch, experts and combine, and refuses layers
   that compute something else, by name and with a way out;
-- for metrics, a :class:`~flashmoe_megatron.telemetry.reporter.Reporter` that is told of each step.
+- for metrics, a :class:`~flashmoe_megatron.telemetry.reporter.Reporter`, which the adapter calls
+  after each step.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ class GroupBackends:
         device: Where the layers live.
         settings: The user's.
         max_tokens: Most tokens of one rank and call. If it is ``None``, the ranks agree on the most
-            at every call, and backends are made anew when it exceeds what they were made for.
+            at every call, and backends are made again when it exceeds what they were made for.
         tensor_group: The ranks that share each expert, ``None`` where experts are whole.
 
     Attributes:
@@ -95,7 +96,7 @@ class GroupBackends:
         self._hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
         self.is_shared = False
         self._last = [self]
-        """Those that took over last, in a list that all share: a chain would keep all between."""
+        """The last that took over, in a list that all share: a chain would keep all between."""
 
     @property
     def is_over(self) -> bool:
@@ -187,7 +188,7 @@ class GroupBackends:
         return self._backends.values()
 
     def agree_on_tokens(self, num_tokens: int) -> None:
-        """Raises the bound, on every rank, to what the fullest has; in steps, never down.
+        """Raises the bound, on every rank, to the fullest rank's tokens; in steps, never down.
 
         Collective over the group and over the ranks that share its experts.
         """
@@ -349,7 +350,8 @@ class LayerExperts(ABC):
     def follow_group(self) -> Backend:
         """The backend for the group as it is now, which a wrapper may have made again.
 
-        Collective over the group where it has been; whoever only reads takes :attr:`backend`.
+        Collective over the group if it has been made again; a caller that only reads takes
+        :attr:`backend`.
 
         Raises:
             ConfigError: The group has been destroyed, and has not been made again.
@@ -396,8 +398,8 @@ def _despite_overflow(
 ) -> torch.Tensor:
     """Gives tokens whose probabilities are NaN an output of NaN.
 
-    That is how a loss scaler hears of an overflow: the loss is NaN, the step is skipped, training
-    goes on. The backends take NaN for the error that it is where nobody scales the loss.
+    That is how a loss scaler learns of an overflow: the loss is NaN, the step is skipped, training
+    goes on. The backends take NaN for an error, as it is if no scaler scales the loss.
     """
     has_overflown = probs.isnan().any(1, keepdim=True)
     return apply(probs.masked_fill(has_overflown, 0)).masked_fill(has_overflown, math.nan)

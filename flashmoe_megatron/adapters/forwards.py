@@ -36,7 +36,7 @@ def touch_of(module: nn.Module) -> str | None:
     """Names what a call of a module would do besides its class's ``forward``.
 
     Args:
-        module: One that :func:`~flashmoe_megatron.touched.find_touched` has found.
+        module: A module that :func:`~flashmoe_megatron.touched.find_touched` has found.
 
     Returns:
         A noun, ``None`` if there are only hooks that may be left out.
@@ -59,7 +59,7 @@ def _is_of(function: object, package: str) -> bool:
 
 
 def classes_of(modules: Sequence[nn.Module]) -> Classes:
-    """The classes of modules, to be compared with what they are later."""
+    """Returns the classes of modules, to be compared with their later classes."""
     return tuple(map(type, modules))
 
 

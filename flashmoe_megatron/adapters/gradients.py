@@ -38,7 +38,7 @@ class LayerGradients:
         number: The layer's.
         backend: Computes it.
         dtype: Its tokens'.
-        tokens: Most tokens of one rank and call, ``None`` if nobody has said a bound.
+        tokens: Most tokens of one rank and call, ``None`` if the user has set no bound.
         own_bytes: The size of its experts' gradients that are reduced.
         other_bytes: The size of the others' that are, between it and the next MoE layer on each
             side.
@@ -60,7 +60,7 @@ class ReductionPlan:
 
     Attributes:
         in_gap: Bytes in each layer's own backward, by its number.
-        beside: Bytes between that and the next.
+        ``beside``: Bytes between that and the next.
         piece_bytes: The size of pieces that fit; 0 if none does.
     """
 

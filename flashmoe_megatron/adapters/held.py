@@ -48,7 +48,7 @@ class Held:
 
     Args:
         holding: What is looked at.
-        ignored: Attributes of which the caller takes care.
+        ignored: Attributes that the caller takes care of.
     """
 
     def __init__(self, holding: Holding, ignored: Collection[str] = frozenset()) -> None:
@@ -56,7 +56,7 @@ class Held:
         self.note(holding)
 
     def note(self, holding: Holding) -> None:
-        """Takes what the modules hold now for what was read."""
+        """Notes what the modules hold now as the state that was read."""
         self._size = len(holding.modules), len(holding.others)
         self._others = [_ref(other) for other in holding.others]
         self._modules = [
@@ -124,7 +124,7 @@ class _Attributes:
         self._num_registered = len(self._registered(own))
 
     def are_same(self, own: Mapping[str, Any]) -> bool:
-        """Tells whether all are what they were; a difference may be one that does not count."""
+        """Tells whether all are what they were; a difference that it finds need not count."""
         if [*own] != self._names:
             return False
         for name, value in self._values:
@@ -192,7 +192,7 @@ class _Attributes:
 
 
 def _vars(value: Any) -> Mapping[str, Any]:
-    """Returns what an object holds, none for one that is gone or holds nothing."""
+    """Returns what an object holds: nothing if it is gone or has no attributes."""
     return getattr(value, "__dict__", _NO_ATTRIBUTES)
 
 

@@ -97,7 +97,7 @@ class IndexedExperts(LayerExperts):
         return self.run(x, expert_weight, compute)
 
     def check_weights(self, x: torch.Tensor, weights: ExpertWeights | SplitWeights) -> None:
-        """Raises what a framework refuses of a call's weights beside its tokens: here nothing."""
+        """Raises an error if the framework refuses these weights for the tokens; here never."""
 
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
         """Returns the shape and the backends that were given."""
@@ -118,7 +118,7 @@ class KnownExperts(Generic[_Seat]):
 
     They are read in their first call. Where a module with all experts holds something else later,
     they are read again. Ranks that share experts do not tell each other in every call what they
-    hold, so that there a change is an error, of which all ranks hear.
+    hold, so that there a change is an error, which all ranks learn of.
 
     Args:
         ignored: Attributes of the module that do not say what it computes.
@@ -143,7 +143,7 @@ class KnownExperts(Generic[_Seat]):
         """Gives what applies the experts now. The first time, collective over the group.
 
         Args:
-            key: Tells calls apart for which experts are read separately.
+            key: Names a kind of call; experts are read separately for each kind.
             group: The ranks that share the experts, ``None`` if there is one.
             look: Gives what says what the experts compute, and refuses what would not be called.
             read_shape: Reads what they compute. Neither is collective.

@@ -15,7 +15,7 @@ from flashmoe_megatron.telemetry.totals import Totals
 logger = logging.getLogger("flashmoe_megatron")
 
 FILE_NAME = "flashmoe_metrics.jsonl"
-"""The file beside a run that keeps every report."""
+"""The file that keeps every report of a run."""
 
 
 MOST_RECORDS = 4096
@@ -26,7 +26,7 @@ class OwnRecords:
     """The records of some layers' launches, whichever layers' report has asked their backends.
 
     Backends give each record once, and layers may share backends, or backends their records. So
-    whoever asks hands each record to all who report the layer that it is of.
+    a report that asks hands each record to all that report the record's layer.
 
     Args:
         layers: The layers.

@@ -56,7 +56,7 @@ def when_imported(name: str, callback: Callback) -> None:
     Args:
         name: Full name of a module, for example "megatron.core.utils".
         callback: Called at once if the module is already imported; otherwise after its import,
-            before any importer sees it, and again where it is imported anew. What it raises fails
+            before any importer sees it, and again where it is imported again. What it raises fails
             that import.
     """
     module = sys.modules.get(name)
@@ -87,7 +87,7 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._searching.discard(fullname)
-        # What is imported again, after its first import has failed, may have its loader already.
+        # A module that is imported again, after its first import has failed, may have its loader.
         if spec is not None and not isinstance(spec.loader, _CallingLoader | None):
             spec.loader = _CallingLoader(spec.loader, self.callbacks[fullname])
         return spec

@@ -33,7 +33,7 @@ def is_close(got: torch.Tensor, want: torch.Tensor) -> bool:
 def as_in_no_other_call(device: torch.device) -> Iterator[None]:
     """Lets a function run forward and backward, outside of the modes of the caller.
 
-    The call may be a forward of evaluation, or one that is checkpointed or watched. Modes, hooks on
+    The call may be a forward of evaluation, or it may be checkpointed or watched. Modes, hooks on
     saved tensors and hooks on all modules then count or record what runs, and would take the
     probe's rows for the caller's. The modules' own hooks are the business of who asks.
 

@@ -125,7 +125,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         )
     form = _form_of(experts)
     watched = check_forwards(experts)
-    # Sharded parameters are empty between uses and carry their shape beside them.
+    # Sharded parameters are empty between uses, and an attribute carries their shape.
     _, intermediate, hidden = getattr(experts.w1, "ds_shape", experts.w1.shape)
     shape = MoEConfig(
         hidden=hidden,

@@ -99,7 +99,7 @@ class EngineMetrics:
         now = int(self._engine.global_samples)
         if step == before + 1:  # any other that is new comes from a checkpoint
             self._reporter.step(step, now=now)
-        elif not self._engine.module.training:  # behind the last step, perhaps
+        elif not self._engine.module.training:  # the last step may be over
             self._reporter.write_arrived(now)
 
     def _take_records(self) -> list[LaunchRecord]:
@@ -118,7 +118,7 @@ class EngineMetrics:
 def make_group(device: torch.device) -> dist.ProcessGroup:
     """A group of all ranks for the reports of one engine. Collective over all ranks.
 
-    Reports begin in forwards, and a rank may have one that others do not have, to evaluate say. In
+    Reports begin in forwards, and one rank may run a forward alone, to evaluate for example. In
     a group that anybody else uses, this rank's report would pair with whatever the others do next.
 
     Args:
@@ -126,7 +126,7 @@ def make_group(device: torch.device) -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     assert world is not None
-    # Ranks that wait elsewhere for the one that evaluates begin their report that much later.
+    # Ranks that wait elsewhere while another evaluates begin their report that much later.
     limit = world._get_backend(device).options._timeout
     group: dist.ProcessGroup = dist.new_group(timeout=limit)
     return group

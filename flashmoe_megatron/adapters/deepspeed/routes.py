@@ -14,7 +14,7 @@ class RouteCounter:
     Attributes:
         is_read: Whether somebody reads the counts.
         is_training: Whether the layer is being trained now; nothing else is counted.
-        counts: ``[2]`` int64, routes that the router chose so far, and those that were kept.
+        counts: ``[2]`` int64, routes that the router chose so far, and how many of them were kept.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -61,8 +61,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
         The settings; not enabled if there is no section.
 
     Raises:
-        ConfigError: A key is unknown, with one that is like it; a value has no meaning; or
-            there is a section that does not say whether to enable it.
+        ConfigError: A key is unknown (the message names a similar one); a value has no
+            meaning; or there is a section that does not say whether to enable it.
     """
     for key in config:
         letters = str(key).lower().replace("_", "").replace("-", "")

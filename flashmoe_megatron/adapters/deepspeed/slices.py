@@ -1,4 +1,4 @@
-"""Gives ZeRO's buckets the size of what fits the gaps of a backward."""
+"""Gives ZeRO's buckets a size that fits the gaps of a backward."""
 
 from collections.abc import Sequence
 from typing import Any

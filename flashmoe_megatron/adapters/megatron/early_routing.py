@@ -82,7 +82,7 @@ def _route(
 
 
 def _normed(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The norm's output, beside which a norm that adds the residual gives that, too."""
+    """Returns the norm's output; a norm that adds the residual also gives the residual."""
     output = layer.pre_mlp_layernorm(hidden_states)
     tokens: torch.Tensor = output[0] if isinstance(output, tuple) else output
     return tokens

@@ -17,7 +17,7 @@ BFLOAT16_EXPERTS = (
     "routed experts compute in bfloat16; attention, dense layers and shared experts in FP8, as "
     "Transformer Engine does"
 )
-"""Told to the user of such a run."""
+"""The notice that the user of such a run receives."""
 
 _CLASSES = ("SequentialMLP", "TEGroupedMLP", "GroupedMLP")
 """The experts' classes in ``megatron.core.transformer.moe.experts``; releases differ."""

@@ -37,12 +37,12 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     Inside :meth:`fused` its first and its last step hand the tokens on in the shape that they have;
     the steps between are not called. Outside, all six steps are those of Megatron's alltoall
-    dispatcher, for whoever calls them one by one.
+    dispatcher, for code that calls them one by one.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # What a CUDA graph of the first step hands on besides tokens and probabilities.
+        # A CUDA graph of the first step hands these on besides tokens and probabilities.
         self.cudagraph_attrs = ["routing_map"]
         self.routing_map: torch.Tensor | None = None
         self._is_fused = False

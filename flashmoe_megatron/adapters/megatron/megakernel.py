@@ -1,4 +1,4 @@
-"""The routed and shared experts behind Megatron's own megakernel interface.
+"""Runs routed and shared experts through Megatron's own megakernel interface.
 
 There a MoE layer hands its routing result to a ``MegakernelBackend``, a module with
 ``forward(hidden_states, probs, routing_map)`` that replaces dispatch, experts and combine. Three
@@ -147,7 +147,7 @@ _built = itertools.count()
 
 
 def _next_number() -> int:
-    """Counts in turns with the other pipeline stages, so that no two have layers of one number."""
+    """Counts in steps of the number of pipeline stages, so that no two give a layer one number."""
     stage, num_stages = 0, 1
     if parallel_state.is_initialized():
         stage = parallel_state.get_pipeline_model_parallel_rank()

@@ -125,7 +125,7 @@ def _trained(
 def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:
     """Leaves one layer of each number, where there are several the same one on every rank.
 
-    Layers of one shape are told apart by when each was made, which ranks do in one order.
+    Layers of one shape differ in when each was made, and all ranks make them in one order.
     """
 
     def place(routed: RoutedExperts) -> tuple[int, str, int]:
@@ -208,7 +208,7 @@ class _ScriptMetrics:
     def __call__(self, iteration: int) -> None:
         args = megatron_args()
         if self._world is not dist.group.WORLD:
-            # --inprocess-restart makes all groups anew, and may go back to an iteration.
+            # --inprocess-restart makes all groups again, and may go back to an iteration.
             self._world, self._metrics, self._last = dist.group.WORLD, None, -1
         if iteration == self._last or not is_served(args) or not has_logger(args):
             return

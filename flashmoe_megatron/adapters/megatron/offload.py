@@ -20,7 +20,7 @@ _SAVED_AS = {"expert_fc1": "rows", "moe_act": "preact"}
 """Megatron's name of a module, and what a forward has saved as its input."""
 
 Launch = Callable[[torch.Tensor, OnSaved | None], torch.Tensor]
-"""Computes ``[num_tokens, hidden]`` from the same; is given what to call with what it saves."""
+"""Computes ``[num_tokens, hidden]`` from the same; calls the second argument on what it saves."""
 
 
 def run_offloaded(config: Any, x: torch.Tensor, launch: Launch) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Finds out at the start that ranks of an expert-parallel group have different dispatchers.
 
 Such ranks would wait for each other in different collectives, in silence, until the process group's
-timeout. They talk through the store with which the job's ranks have met, since no collective can be
+timeout. They talk through the store that the job's ranks have met in, since no collective can be
 called by some of them alone.
 """
 
@@ -39,17 +39,17 @@ def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
     """
     group = torch_group(group)
     if group is not None and _has_peers(group) and (known := _of(group)).answers is None:
-        ranks = StoreRanks(group, timeout=0.0, purpose="dispatcher")  # whoever checks has its own
+        ranks = StoreRanks(group, timeout=0.0, purpose="dispatcher")  # a check has its own timeout
         known.answers = ranks.ask(dispatcher)
 
 
 def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> None:
-    """Waits until all ranks of a group have told their first layer's dispatcher, and compares them.
+    """Waits until all ranks of a group have stored their first layer's dispatcher, and compares.
 
     Does nothing for a group whose ranks have been found to agree.
 
     Args:
-        group: The expert-parallel group; this rank has told its own.
+        group: The expert-parallel group; this rank has stored its own.
         timeout: Longest wait, in seconds.
 
     Raises:
@@ -83,7 +83,7 @@ def _of(group: dist.ProcessGroup) -> _Dispatchers:
 
 
 def _has_peers(group: Any) -> bool:
-    """Whether there is another rank to talk to."""
+    """Tells whether there is another rank to talk to."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return False
     return dist.get_backend(group) != "fake"  # ranks that are made up, for a dry run of one process

@@ -199,7 +199,7 @@ class RoutedExperts(LayerExperts):
         return any(parameter.requires_grad for parameter in self._experts.parameters())
 
     def _main_grads(self, weights: ExpertWeights) -> ExpertHooks | None:
-        """Adds gradients to ``main_grad`` behind Megatron's DDP, whether its fusion is on or not.
+        """Adds gradients to ``main_grad`` if DDP wraps the model, with or without fusion.
 
         Fusion may be off for want of apex alone. Gradients as tensors of their own would cost a
         table, buffers and an addition for each expert and micro-batch.
@@ -257,7 +257,7 @@ _said: set[str] = set()
 
 
 def _say_once(line: str) -> None:
-    """Tells the user a line on rank 0, if it has not been told before."""
+    """Tells the user a line on rank 0, the first time only."""
     if line in _said:
         return
     _said.add(line)

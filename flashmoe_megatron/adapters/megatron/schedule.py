@@ -2,7 +2,7 @@
 
 With ``--overlap-moe-expert-parallel-comm`` a layer is four nodes: attention and routing, dispatch,
 experts, combine. The launch is the node of the experts, and the nodes around it hand on what they
-get. Megatron frees the storage of a node's inputs behind its forward, for its own dispatchers have
+get. Megatron frees the storage of a node's inputs after its forward, for its own dispatchers have
 copied them by then; here they are what the launch reads, and what its backward reads again.
 
 A launch looks for the faults of those before it. In a graph's replay nothing of the layer runs on
@@ -86,7 +86,7 @@ def patch_full_graph(module: ModuleType) -> None:
 
 
 def _drop_graphs(wrapper: Any) -> None:
-    """Has Megatron capture its graphs again, after the iterations with which it warms up."""
+    """Has Megatron capture its graphs again, after its iterations of warm-up."""
     for stage, graph in wrapper.cuda_graph.items():
         if graph is not None:
             graph.reset()
@@ -101,8 +101,8 @@ def _raise_faults(original: Function, drop: Drop) -> Function:
         with dropped_by(drop):
             result = original(self, *args, **kwargs)
         if any(routed.backend.config.num_ranks > 1 for routed in live_experts()):
-            # Every rank's host hears of a fault here, before it steps, or some would an iteration
-            # later. It waits for the norm of gradients soon anyway.
+            # Every rank's host learns of a fault here, before it steps, or some would learn of it
+            # an iteration later. It waits for the norm of gradients soon anyway.
             torch.cuda.current_stream().synchronize()
         _raise_pending()
         return result

@@ -91,7 +91,7 @@ def tokens_per_rank(
 
 
 def with_config(config: Any, settings: Settings) -> Settings:
-    """Completes the user's settings by what follows from Megatron's configuration.
+    """Completes the user's settings with values that follow from Megatron's configuration.
 
     The budget of rows per rank of Megatron's own dispatchers is our row bound, and a layer that is
     computed again as a whole right before its backward saves nothing by keeping less.

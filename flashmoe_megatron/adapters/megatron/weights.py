@@ -137,8 +137,8 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
     Args:
         experts: The ``experts`` of a MoELayer: SequentialMLP (``local_experts`` with a weight in
             each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear, or one
-            ``weight`` that is Transformer Engine's GroupedTensor), either with a ``bias`` beside
-            each weight or none, or the GroupedMLP of Megatron-Core 0.16 (``weight1`` and
+            ``weight`` that is Transformer Engine's GroupedTensor), either with a ``bias`` for
+            each weight or with none, or the GroupedMLP of Megatron-Core 0.16 (``weight1`` and
             ``weight2`` for all experts), which Megatron gives no biases.
         hidden: The model's width.
 

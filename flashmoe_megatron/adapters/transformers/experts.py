@@ -107,8 +107,7 @@ class RoutedExperts(IndexedExperts):
 _known: weakref.WeakKeyDictionary[nn.Module, KnownExperts[RoutedExperts]] = (
     weakref.WeakKeyDictionary()
 )
-"""By module; beside the modules and not in them, so that copies and checkpoints know nothing of
-it."""
+"""By module; kept outside of the modules, so that copies and checkpoints know nothing of it."""
 
 
 @eager
@@ -179,7 +178,7 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Stands behind ``experts_implementation="flashmoe"``, and gets what the forward would.
+    """Computes for ``experts_implementation="flashmoe"``, and gets what the forward would.
 
     Where transformers spreads the experts over ranks itself, an id of their number stands for an
     expert of another rank; its choice is left out.

@@ -1,6 +1,6 @@
 """Reads what experts of transformers compute, and where their weights are.
 
-``use_experts_implementation`` tells of a class whether gate and up rows are one behind the other,
+``use_experts_implementation`` tells of a class whether all gate rows come before all up rows,
 whether matrices are transposed, and whether there are a gate and biases. What becomes of the first
 projection's output is code of the model's, so that is put to the proof: it runs forward and
 backward on random rows, and has to give the values and gradients of one formula of ours.

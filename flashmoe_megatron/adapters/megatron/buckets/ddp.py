@@ -17,7 +17,7 @@ from flashmoe_megatron.adapters.patch import Function, patch
 def patch_ddp(module: ModuleType) -> None:
     """Plans the reduction when Megatron wraps a model, and notes the hooks that DDP makes.
 
-    Ranks compare then, too, by which links buckets travel.
+    Ranks compare then, too, which links buckets travel by.
     """
     ddp = module.DistributedDataParallel
     patch(ddp, "__init__", lambda original: planning(compared(original), "module"))

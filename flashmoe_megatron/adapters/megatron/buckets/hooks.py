@@ -3,7 +3,7 @@
 DDP hooks each parameter's gradient accumulator, which autograd runs once in a backward pass, after
 the last call of a layer and after whatever else has a gradient for the parameter. A launch's part
 reaches the accumulator as none, so that its hook adds what others bring and nothing else. In all
-micro-batches but the last that is all; in the last one DDP hears of all experts of a layer in
+micro-batches but the last that is all; in the last one DDP learns of all experts of a layer in
 their order, once the last accumulator has run, on the stream of the launch.
 
 With ``--overlap-param-gather`` DDP also waits in every module's forward for each of its parameters;
@@ -37,7 +37,7 @@ _hooks_of = (attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_ho
 
 
 class _Hook:
-    """A hook of DDP's, which is no part of what a parameter is saved with.
+    """A hook of DDP's, which is not saved with its parameter.
 
     It holds nothing. DDP keeps each parameter's node of autograd, and the node keeps the parameter
     and its hooks where Python's garbage collector does not see them: all would live forever.
@@ -209,13 +209,13 @@ class ExpertHooks:
     It is the :class:`~flashmoe_megatron.autograd.MainGrads` of every layer that has these experts.
 
     Args:
-        params: The experts' parameters, of which each that is trained has its hook.
+        params: The experts' parameters; each of them that is trained has its hook.
         fuses: Whether Megatron's own layers add gradients to ``main_grad``, and then drop what
             autograd brings besides (``gradient_accumulation_fusion``).
 
     Attributes:
         gives_dummies: Whether hooks of others have to be called although they see no gradient.
-        is_delayed: Whether DDP hears of gradients when Megatron's schedule asks for them, with
+        is_delayed: Whether DDP learns of gradients when Megatron's schedule asks for them, with
             ``--delay-wgrad-compute``.
     """
 
@@ -312,11 +312,11 @@ class ExpertHooks:
         return self._is_last
 
     def is_waiting(self) -> bool:
-        """Tells whether DDP is told of all gradients at once in this pass, after the last."""
+        """Tells whether DDP learns of all gradients at once in this pass, after the last."""
         return bool(self._passes) and torch._C._current_graph_task_id() in self._passes
 
     def arrive(self) -> None:
-        """Counts an accumulator that has run in this pass; after the last, DDP hears of all."""
+        """Counts an accumulator that has run in this pass; after the last, DDP learns of all."""
         task = torch._C._current_graph_task_id()
         this = self._passes[task]
         this.num_arrived += 1
@@ -331,7 +331,7 @@ class ExpertHooks:
                 self._tell(param, getattr(param, _HOOK), dummy)
 
     def tell(self, param: torch.Tensor, hook: _Hook) -> None:
-        """Has DDP hear of one gradient, outside of the last micro-batch or if it is delayed."""
+        """Lets DDP know of one gradient, outside of the last micro-batch or if it is delayed."""
         if param.grad is None and not self._reduces():
             return
         (dummy,) = dummy_grads([param])
@@ -339,7 +339,7 @@ class ExpertHooks:
             self._tell(param, hook, dummy)
 
     def _tell(self, param: torch.Tensor, hook: _Hook, dummy: torch.Tensor) -> None:
-        """Has DDP hear of a gradient, and add what autograd has brought besides a launch's part."""
+        """Lets DDP know of a gradient, and add what autograd brought besides a launch's part."""
         owner: Any = param
         is_marked = owner.grad_added_to_main_grad
         if owner.grad is None:

@@ -41,7 +41,7 @@ def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function
 
     Args:
         module: ``megatron.core.distributed.param_and_grad_buffer``.
-        handle: The attribute of a bucket group with what Megatron waits for.
+        handle: The attribute of a bucket group that holds what Megatron waits for.
     """
 
     def make(original: Function) -> Function:
@@ -126,7 +126,7 @@ def _can_be_on(config: Any) -> bool:
 def _in_place(module: ModuleType, buckets: Sequence[Any]) -> Iterator[list[Callable[[], Any]]]:
     """Stands in for Megatron's two functions while buckets begin.
 
-    Gives the calls that are to be made behind them: Megatron calls its functions while the group
+    Gives the calls that are to be made after them: Megatron calls its functions while the group
     collects collectives, when no other one of the group can begin.
     """
     gather, reduce = module.dist_all_gather_func, module.dist_reduce_scatter_func
@@ -171,7 +171,7 @@ def _gather(
     async_op: bool,
     shares: bool,
 ) -> Work | None:
-    """Gathers into a bucket, to which peers may write directly if it stays where it is."""
+    """Gathers into a bucket; peers may write directly to it if it stays where it is."""
     if shares:
         multipath.share(output)
     return multipath.all_gather(output, input, async_op)
@@ -189,7 +189,7 @@ def _has_own_memory(bucket: Any, parameters: torch.Tensor) -> bool:
 
 
 def _kind_of(op: Any) -> Reduction | None:
-    """The reduction, ``None`` for one that only Megatron's own collective knows."""
+    """Returns the reduction, ``None`` if only Megatron's own collective knows it."""
     if op == dist.ReduceOp.SUM:
         return "sum"
     return "average" if op == dist.ReduceOp.AVG else None

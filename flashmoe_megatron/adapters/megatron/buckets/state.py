@@ -27,11 +27,11 @@ class Buckets:
     """The state of this process, where one function of Megatron's DDP runs at a time.
 
     Attributes:
-        told: The bucket group that Megatron is telling of a gradient, ``None`` between gradients.
+        ``told``: The bucket group that Megatron notifies of a gradient, ``None`` between gradients.
         is_early: That group's collective may start after fc2's gradients alone.
-        is_script: Megatron's script builds a model, for which it gives buckets a size where nobody
-            has chosen one.
-        is_planned: A reduction has been planned for what is being wrapped.
+        is_script: Megatron's script builds a model, and gives buckets a size if the user has
+            chosen none.
+        is_planned: A reduction has been planned for the model that is being wrapped.
     """
 
     def __init__(self) -> None:
@@ -92,5 +92,5 @@ BUCKETS = Buckets()
 
 
 def _adds_zeros(param: torch.Tensor) -> bool:
-    """Tells whether Megatron's hook adds the zeros that autograd got to what a launch has added."""
+    """Tells whether Megatron's hook adds autograd's zeros to the gradient that a launch added."""
     return bool(getattr(param, "zero_out_wgrad", False))

@@ -1,7 +1,7 @@
 """Reads from a TransformerConfig, or from a script's arguments, what they ask for.
 
-A setting that a release of Megatron-Core does not know counts as not set, and so does one that is
-given as off.
+A setting that a release of Megatron-Core does not know counts as not set, and so does a
+setting that is given as off.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,16 @@ ROW_BOUND = "moe_expert_rank_capacity_factor"
 """Megatron's own name of the row bound: it has the same measure, the mean number of rows."""
 
 OVERLAP = "overlap_moe_expert_parallel_comm"
-"""Megatron's schedule that runs one micro-batch's forward beside another's backward."""
+"""Megatron's schedule that runs one micro-batch's forward concurrently with another's backward."""
 
 INTERLEAVE = "moe_mlp_glu_interleave_size"
 """Grouped experts have gate and up rows of fc1 in blocks of so many."""
 
 SHARED_OVERLAP = "moe_shared_expert_overlap"
-"""The shared expert is computed on a stream of its own, beside the routed ones."""
+"""The shared expert is computed on a stream of its own, concurrently with the routed ones."""
 
 MEGAKERNEL = "moe_megakernel_backend"
-"""The name of a backend behind Megatron's megakernel interface."""
+"""The name of a backend that Megatron calls through its megakernel interface."""
 
 Asks = Callable[[Any], bool]
 """Tells whether a configuration asks for something."""
@@ -34,7 +34,7 @@ def is_set(name: str) -> Asks:
 
 
 def is_megakernel(config: Any) -> bool:
-    """Tells whether MoE layers are to run on ours behind Megatron's megakernel interface."""
+    """Tells whether Megatron is to call flashmoe through its megakernel interface."""
     return bool(getattr(config, MEGAKERNEL, None) == DISPATCHER_TYPE)
 
 

@@ -1,8 +1,8 @@
 """Says once what was asked for and does nothing with the flashmoe dispatcher.
 
-Settings of a TransformerConfig that change nothing are told when the first MoE layer is built: the
-result is what was asked for all the same, for the layer does it in any case or has no use for it.
-Arguments of Megatron's script are told when it has set them.
+The user learns of settings of a TransformerConfig that change nothing when the first MoE layer is
+built: the result is what was asked for all the same, for the layer does it in any case or has no
+use for it. The user learns of arguments of Megatron's script when it has set them.
 """
 
 import logging
@@ -73,7 +73,7 @@ IGNORED: tuple[Ignored, ...] = (
         for name in ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
     ),
 )
-"""The user hears of each when the first MoE layer is built."""
+"""The user learns of each when the first MoE layer is built."""
 
 
 def ignored_settings(config: Any, settings: Settings) -> Iterator[str]:
@@ -161,11 +161,11 @@ def find_notices(args: Any) -> Iterator[str]:
 
 
 def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
-    """Says that a launch and a reduction of gradients beside it could wait for each other.
+    """Says that a launch and a concurrent reduction of gradients could wait for each other.
 
     Each needs all of its GPUs at once. On one the launch may leave too few multiprocessors for the
     reduction, on another the reduction too few for the launch. Gradients of experts are reduced by
-    a communicator of their own, if anybody shares them, beside that of all others.
+    a communicator of their own, if anybody shares them, concurrently with all other gradients.
     """
     reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
     room = max(1, reserved // (2 if _reduces_experts(args) else 1))

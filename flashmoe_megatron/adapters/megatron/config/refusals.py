@@ -1,8 +1,8 @@
 """Lists what a TransformerConfig may not ask for with the flashmoe dispatcher, and the way out.
 
 One table for Megatron-Core 0.16.1 up to main. Settings that only choose another implementation of
-what flashmoe replaces (fusions of the permutation or of the activation, the flex dispatcher's
-options) are harmless and not listed; what is accepted and changes nothing is in ``notices.py``.
+a part that flashmoe replaces (fusions of the permutation or of the activation, options of the flex
+dispatcher) are harmless and not listed; what is accepted and changes nothing is in ``notices.py``.
 """
 
 import contextlib
@@ -402,7 +402,8 @@ SCRIPT_REFUSALS: tuple[Refusal, ...] = (
         is_set("save_tokens_per_expert_interval"),
         "use --flashmoe-metrics all instead, whose expert_rows are each expert's tokens",
     ),
-    # It has no flag: Megatron sets it for what --load finds, and for --export-kd-teacher-load.
+    # It has no flag: Megatron sets it if --load finds a modelopt_state, or if it is given
+    # --export-kd-teacher-load.
     Refusal(
         "modelopt_enabled",
         "ModelOpt (modelopt_enabled)",

@@ -199,10 +199,11 @@ class RoutedExperts(LayerExperts):
         return any(parameter.requires_grad for parameter in self._experts.parameters())
 
     def _main_grads(self, weights: ExpertWeights) -> ExpertHooks | None:
-        """Adds gradients to ``main_grad`` if DDP wraps the model, with or without fusion.
+        """Returns what adds gradients to ``main_grad``, ``None`` if DDP has to see them itself.
 
-        Fusion may be off for want of apex alone. Gradients as tensors of their own would cost a
-        table, buffers and an addition for each expert and micro-batch.
+        It adds them with Megatron's fusion and without: fusion may be off for want of apex alone.
+        Gradients as tensors of their own would cost a table, buffers and an addition for each
+        expert and micro-batch.
         """
         params = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         fuses = bool(self._config.gradient_accumulation_fusion)

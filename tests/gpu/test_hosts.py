@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from flashmoe_megatron.call import Given
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
 from flashmoe_megatron.hosts.backend import HostsBackend, SavedOverHosts
@@ -269,7 +270,9 @@ class Parts:
         x, probs, selected = self._call
         rail, config = self._rail, self._backend.config
         choices = Choices.of(config, probs, selected)
-        (ways,), _ = self._backend._cross(choices, probs, selected, followed=True)
+        (ways,), _ = self._backend._cross(
+            choices, Given(x, probs, selected, training=True, followed=True)
+        )
         kept: list[object] = []
         for own in (x, self._grad_out):
             kept.append(ways.out(rail, own)())

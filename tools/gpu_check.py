@@ -34,7 +34,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
@@ -124,32 +124,50 @@ def run_bounded(
     Returns:
         Its exit status, ``None`` if it ran out of time; and the end of its output.
     """
-    environment = dict(os.environ, PYTHONUNBUFFERED="1", **(variables or {}))
-    environment["PYTHONPATH"] = os.pathsep.join(
-        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
-    )
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            start_new_session=True,
-            stdout=output if tail else None,
-            stderr=subprocess.STDOUT if tail else None,
-        )
-        try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-            _end(process)
-        except KeyboardInterrupt:  # it reaches this process alone
-            _end(process)
-            raise
+        process = spawn(command, output if tail else None, variables=variables)
+        status = wait_bounded(process, limit_s)
         output.seek(0)
         return status, output.read()[-tail:] if tail else ""
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def spawn(
+    command: list[str], output: TextIO | None, *, variables: dict[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Starts a command in the checkout, with a session of its own.
+
+    Args:
+        command: Program and arguments.
+        output: Takes what it prints; ``None`` prints as it comes.
+        variables: Environment variables of its own.
+    """
+    environment = dict(os.environ, PYTHONUNBUFFERED="1", **(variables or {}))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+    )
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+    )
+
+
+def wait_bounded(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
+    """Returns a process's exit status, ``None`` if it was ended after so many seconds."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        end(process)
+        return None
+    except KeyboardInterrupt:  # it reaches this process alone
+        end(process)
+        raise
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
     """Ends a process and what it started: politely first, so that torchrun ends its ranks."""
     # torchrun kills ranks that live 30 s on; it alone can, since each has a session of its own.
     for how, patience_s in ((signal.SIGTERM, 45), (signal.SIGKILL, 20)):

@@ -342,3 +342,42 @@ def test_an_arm_that_fails_shows_why_and_is_tried_again(
     assert "no time is left" in capsys.readouterr().out
     assert cards.main(["pages", "--out", str(out), "--models", QWEN3.name]) == 0
     assert f"{OURS.name}: failed" in capsys.readouterr().out
+
+
+TAKES_ITS_TURN = """
+import sys, time
+from pathlib import Path
+from tools.bench.cards.watched import wait_for_turn
+folder, name, others = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+(folder / f"{name}.imported").touch()
+
+def train():
+    with (folder / "order").open("a") as order:
+        print(name, "begins", file=order, flush=True)
+        while len(list(folder.glob("*.imported"))) < others:
+            time.sleep(0.01)
+        print(name, "ends", file=order, flush=True)
+
+wait_for_turn(train)()
+"""
+
+
+def test_arms_import_at_the_same_time_and_train_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text(TAKES_ITS_TURN)
+    names = [arm.name for arm in arms_of(QWEN3)[:3]]
+
+    def command(_: Model, arm: Arm, script: Path, *__: Any) -> list[str]:
+        return [sys.executable, str(script), str(tmp_path), arm.name, str(len(names))]
+
+    monkeypatch.setattr(training, "command_of", command)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cards.common, "machine", lambda commit: {"commit": commit})
+    arguments = ["run", "--megatron", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert cards.main([*arguments, "--models", QWEN3.name, "--arms", *names]) == 1
+    order = (tmp_path / "order").read_text().split("\n")
+    assert order == [*(f"{name} {what}" for name in names for what in ("begins", "ends")), ""]
+    folder = folder_of(tmp_path / "out", QWEN3, 1)
+    assert not list(folder.glob("*.turn"))
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".log"}

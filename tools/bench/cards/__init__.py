@@ -12,8 +12,8 @@ with CUDA graphs of pieces or with one graph of the iteration, with the routing 
 learns or with forced balance. An arm is a process of 30 iterations, of which the last ten count,
 and of three more, which are recorded for the time that the GPU is busy.
 
-``run`` runs one arm after another until the time is over. Called again, it goes on where it
-stopped, also days later and on another machine that has the folder; the card then names both. A
-run whose attention Transformer Engine does not fuse ends after its first iteration, and is no
-result.
+``run`` runs one arm after another until the time is over, and the arms to come import meanwhile.
+Called again, it goes on where it stopped, also days later and on another machine that has the
+folder; the card then names both. A run whose attention Transformer Engine does not fuse ends after
+its first iteration, and is no result.
 """

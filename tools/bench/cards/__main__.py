@@ -3,11 +3,13 @@
 import argparse
 import sys
 import time
+from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from tools.bench import cards, common
-from tools.bench.cards.arms import Arm, arms_of
+from tools.bench.cards.arms import arms_of
 from tools.bench.cards.card import card_of
 from tools.bench.cards.models import MODELS, Model
 from tools.bench.cards.page import markdown
@@ -19,11 +21,13 @@ from tools.bench.cards.records import (
     tries,
     write_record,
 )
-from tools.bench.cards.training import command_of, train
+from tools.bench.cards.training import Started, command_of
 
 ENDING_S = 25.0
 """Left of the time when an arm's limit is over, for ending it and writing what came of it."""
-LEAST_S = 45.0
+AHEAD = 8
+"""Arms that have imported and wait; each takes some 3 GiB of the host's memory."""
+LEAST_S = 30.0
 """An arm is not begun if less is left: it would not get past its first iterations."""
 ARM_S = 150.0
 """An arm is ended after that, so that a hanging arm leaves time for others."""
@@ -73,39 +77,40 @@ def main(arguments: list[str]) -> int:
 def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> int:
     """Runs arms while there is time; the exit status is 1 if any failed."""
     end = time.monotonic() + 60 * options.minutes
-    named = options.megatron / "COMMIT"
-    megatron = named.read_text().strip() if named.is_file() else "unknown"
+    todo = [
+        (model, arm)
+        for model, arm in all_todo(options.out, models, options.gpus)
+        if not options.arms or arm.name in options.arms
+    ]
     failed = False
-    for model, arm in list(all_todo(options.out, models, options.gpus)):
-        if options.arms and arm.name not in options.arms:
-            continue
-        limit_s = min(options.arm_seconds, end - time.monotonic() - ENDING_S)
-        if limit_s < LEAST_S:
-            print(f"{model.name} {arm.name}: no time is left", flush=True)
-            break
-        record = run_one(options, model, arm, script, limit_s=limit_s, megatron=megatron)
-        failed |= not is_done(record)
+    waiting: deque[Started] = deque()
+    with ExitStack() as stack:
+        while todo or waiting:
+            while todo and len(waiting) < AHEAD:
+                model, arm = todo.pop(0)
+                folder = folder_of(options.out, model, options.gpus)
+                waiting.append(Started(model, arm, script, folder, options.gpus))
+                stack.callback(waiting[-1].leave)
+            started = waiting.popleft()
+            limit_s = min(options.arm_seconds, end - time.monotonic() - ENDING_S)
+            if limit_s < LEAST_S:
+                print(f"{started.model.name} {started.arm.name}: no time is left", flush=True)
+                break
+            failed |= not is_done(run_one(options, started, limit_s))
     return int(failed)
 
 
-def run_one(
-    options: argparse.Namespace,
-    model: Model,
-    arm: Arm,
-    script: Path,
-    *,
-    limit_s: float,
-    megatron: str,
-) -> dict[str, Any]:
+def run_one(options: argparse.Namespace, started: Started, limit_s: float) -> dict[str, Any]:
     """Runs an arm, and writes its record, which it returns."""
+    model, arm = started.model, started.arm
     folder = folder_of(options.out, model, options.gpus)
     before = read_records(folder).get(arm.name)
     said = command_of(model, arm, Path("pretrain_gpt.py"), Path("seen.json"), options.gpus)
-    result = train(model, arm, script, folder, gpus=options.gpus, limit_s=limit_s)
+    named = options.megatron / "COMMIT"
     record = {
-        **result,
+        **started.train(limit_s),
         "tries": tries(before) + 1,
-        "megatron": megatron,
+        "megatron": named.read_text().strip() if named.is_file() else "unknown",
         "command": " ".join(["python", *said[1:]]),
         "variables": arm.variables,
         **common.machine(options.commit),

@@ -1,9 +1,10 @@
-"""Runs one arm of a card in a process of its own, and records what came of it."""
+"""Runs an arm of a card in a process of its own, and says what came of it."""
 
 import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from tools.bench.bench_training.logs import read_log
 from tools.bench.cards import watched
 from tools.bench.cards.arms import Arm
 from tools.bench.cards.models import COUNTED, ITERATIONS, Model
-from tools.gpu_check import run_bounded, torchrun
+from tools.gpu_check import end, spawn, torchrun, wait_bounded
 
 KEPT = 4_000_000
 """Characters of a run's output that its log has."""
@@ -30,38 +31,70 @@ def command_of(model: Model, arm: Arm, script: Path, seen: Path, gpus: int) -> l
     return [*torchrun(gpus), *watch, *model.arguments(gpus), *arm.flags(model)]
 
 
-def train(
-    model: Model, arm: Arm, script: Path, folder: Path, *, gpus: int, limit_s: float
-) -> dict[str, Any]:
-    """Trains an arm; what its log and its watch say, and how it ended.
+class Started:
+    """An arm's process, which waits for its turn after its imports.
+
+    Imports take longer than all iterations together, and no GPU: arms that share a machine import
+    at the same time, and train one after another.
 
     Args:
-        model: What is trained.
-        arm: How.
+        model: The model that is trained.
+        arm: The way to train it.
         script: ``pretrain_gpt.py``.
-        folder: Takes the log, and for a while what is seen.
+        folder: Takes the log, and for a while the file that :mod:`.watched` writes.
         gpus: GPUs of this host.
-        limit_s: Seconds until the process is ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    log, seen = folder / f"{arm.name}.log", folder / f"{arm.name}.seen"
-    seen.unlink(missing_ok=True)
-    variables = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "4", **arm.variables}
-    command = command_of(model, arm, script.resolve(), seen.resolve(), gpus)
-    begin = time.monotonic()
-    with _samples(folder / f"{arm.name}.clocks") as samples:
-        status, output = run_bounded(command, limit_s, tail=KEPT, variables=variables)
-    log.write_text(output)
-    result = {
-        "seconds": round(time.monotonic() - begin, 1),
-        **outcome_of(output, status, read_log(log)),
-        **clocks_of(samples.read_text() if samples.exists() else "", output),
-    }
-    if seen.is_file():
-        result |= json.loads(seen.read_text())
-    seen.unlink(missing_ok=True)
-    samples.unlink(missing_ok=True)
-    return result
+
+    def __init__(self, model: Model, arm: Arm, script: Path, folder: Path, gpus: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model, self.arm, self._folder = model, arm, folder
+        self._seen, self._turn = self._file("seen"), self._file("turn")
+        for left_over in (self._seen, self._turn):
+            left_over.unlink(missing_ok=True)
+        variables = {
+            "NCCL_NVLS_ENABLE": "0",
+            "OMP_NUM_THREADS": "4",
+            watched.TURN: str(self._turn),
+            **arm.variables,
+        }
+        command = command_of(model, arm, script.resolve(), self._seen, gpus)
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by leave
+        self._process = spawn(command, self._output, variables=variables)
+
+    def _file(self, kind: str) -> Path:
+        return self._folder.resolve() / f"{self.arm.name}.{kind}"
+
+    def train(self, limit_s: float) -> dict[str, Any]:
+        """Gives it its turn, and returns its log's and its watch's facts, and how it ended.
+
+        Args:
+            limit_s: Seconds from now until the process is ended.
+        """
+        begin = time.monotonic()
+        self._turn.touch()
+        with _samples(self._file("clocks")) as samples:
+            status = wait_bounded(self._process, limit_s)
+        self._output.seek(0)
+        output = self._output.read()[-KEPT:]
+        log = self._file("log")
+        log.write_text(output)
+        result = {
+            "seconds": round(time.monotonic() - begin, 1),
+            **outcome_of(output, status, read_log(log)),
+            **clocks_of(samples.read_text() if samples.exists() else "", output),
+        }
+        if self._seen.is_file():
+            result |= json.loads(self._seen.read_text())
+        samples.unlink(missing_ok=True)
+        return result
+
+    def leave(self) -> None:
+        """Ends the process if it is there, and removes its files except the log."""
+        if self._process.poll() is None:
+            end(self._process)
+        self._output.close()
+        for each in (self._seen, self._turn):
+            each.unlink(missing_ok=True)
 
 
 def outcome_of(output: str, status: int | None, iterations: dict[int, Any]) -> dict[str, Any]:

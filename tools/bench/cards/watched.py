@@ -12,6 +12,7 @@ unfused ends after its first iteration.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,8 @@ from tools.bench.cards.models import RECORDED
 LISTED = 12
 """Names of activities that are listed; the GPU waits longest for these."""
 ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+TURN = "CARDS_TURN"
+"""The variable that names a file; a run begins on its GPU when the file is there."""
 UNFUSED_STATUS = 3
 """The exit status of a run whose attention is unfused."""
 
@@ -115,6 +118,20 @@ class Watch:
             self.out.write_text(json.dumps(self.seen))
 
 
+def wait_for_turn(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Has Megatron begin on a GPU when it is this run's turn, at once where it takes no turns."""
+
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        turn, parent = os.environ.get(TURN), os.getppid()
+        while turn and not os.path.exists(turn):
+            if os.getppid() != parent:
+                raise SystemExit("error: the launcher is gone, so that no turn comes")
+            time.sleep(0.02)
+        return original(*args, **kwargs)
+
+    return initialize_megatron
+
+
 def name_of_attention(answer: tuple[Any, ...]) -> str:
     """Returns the name of the attention that Transformer Engine has chosen."""
     is_flash, _, is_cudnn, _, is_unfused, *_ = answer
@@ -181,6 +198,9 @@ def main(arguments: list[str]) -> None:
 
     when_imported("flashmoe_megatron.kernel.backend", watch.watch_launches)
     when_imported(ATTENTION, lambda m: patch(m, "get_attention_backend", watch.chosen_attention))
+    when_imported(
+        "megatron.training.initialize", lambda m: patch(m, "initialize_megatron", wait_for_turn)
+    )
     when_imported("megatron.training.training", lambda m: patch(m, "train_step", watch.train_step))
     run.main(arguments[1:])
 

@@ -26,7 +26,7 @@ from tools.bench.cards.training import Started, command_of
 ENDING_S = 25.0
 """Left of the time when an arm's limit is over, for ending it and writing what came of it."""
 AHEAD = 8
-"""Arms that have imported and wait; each takes some 3 GiB of the host's memory."""
+"""Arms that import together and wait; each takes some 3 GiB of the host's memory."""
 LEAST_S = 30.0
 """An arm is not begun if less is left: it would not get past its first iterations."""
 ARM_S = 150.0
@@ -86,11 +86,13 @@ def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> i
     waiting: deque[Started] = deque()
     with ExitStack() as stack:
         while todo or waiting:
-            while todo and len(waiting) < AHEAD:
-                model, arm = todo.pop(0)
+            # All of a batch import before its first arm counts, so that no import delays another.
+            batch = [] if waiting else todo[:AHEAD]
+            for model, arm in batch:
                 folder = folder_of(options.out, model, options.gpus)
                 waiting.append(Started(model, arm, script, folder, options.gpus))
                 stack.callback(waiting[-1].leave)
+            todo = todo[len(batch) :]
             started = waiting.popleft()
             limit_s = min(options.arm_seconds, end - time.monotonic() - ENDING_S)
             if limit_s < LEAST_S:

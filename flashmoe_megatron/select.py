@@ -24,7 +24,7 @@ from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.degree import choose_degrees
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.separate.tensor import check_tensor_group
+from flashmoe_megatron.separate.ways import check_tensor_group
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 logger = logging.getLogger("flashmoe_megatron")

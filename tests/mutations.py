@@ -532,7 +532,7 @@ MUTATIONS = (
     Mutation(
         "a slice of gradients does not wait until these are complete",
         "put",
-        "lanes.mark(self._device)",
+        "streams.mark(self._device)",
         "None",
         "tests/unit/test_gradient_slices.py"
         "::test_pieces_start_in_order_where_they_fit_once_they_are_complete",

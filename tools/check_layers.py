@@ -75,10 +75,10 @@ MULTIPATH = [
     ["multipath"],
 ]
 SEPARATE = [
-    ["activations", "hooks", "lanes", "model", "rows"],
-    ["gaps", "plan", "products"],
-    ["exchange", "kernels", "plain", "records", "slices", "tensor"],
-    ["agreement", "copies", "degree", "steps", "ways"],
+    ["hooks", "plan"],
+    ["exchange", "records", "steps"],
+    ["degree", "kernels", "ways"],
+    ["agreement", "slices"],
     ["replicas"],
     ["backend"],
     ["reference"],
@@ -136,9 +136,9 @@ EXCHANGES = {
     "multipath/group_link.py",
     "multipath/multipath.py",  # what is too small for several links
     "measured/machine.py",  # times these collectives
+    "separate/agreement.py",
     "separate/exchange.py",
-    "separate/rows.py",
-    "separate/tensor.py",
+    "separate/ways.py",
     "telemetry/reduce.py",  # sums of figures, without a wait
 }
 COLLECTIVES = {

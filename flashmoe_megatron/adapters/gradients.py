@@ -16,15 +16,14 @@ from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import find_grid
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.degree import passes_of
+from flashmoe_megatron.separate.degree import passes_of, time_of
 from flashmoe_megatron.separate.exchange import Kind, kind_of
-from flashmoe_megatron.separate.gaps import (
+from flashmoe_megatron.separate.slices import (
     Window,
     beside_window,
     cut_gradients,
     layer_window,
 )
-from flashmoe_megatron.separate.model import time_of
 
 FLOPS_OF_BACKWARD = 4
 """Floating-point operations of a backward for each token and parameter of a linear layer."""

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.separate import lanes
-from flashmoe_megatron.streams import HOST, Stamp
+from flashmoe_megatron.streams import HOST, Lane, Stamp, mark
 
 CALLS = 5
 CYCLES_PER_SECOND = 2e9
@@ -32,7 +31,7 @@ class Clock:
         self.device = device
         self._ranks = Ranks(group)
         self._turns = turns
-        self._lane = lanes.Lane(device)
+        self._lane = Lane(device)
 
     def seconds(self, calls: Sequence[Work], *, of_host: bool = False) -> list[float]:
         """Returns the seconds of each call, by the GPU's clock unless the host's is asked for.
@@ -64,7 +63,7 @@ class Clock:
         num_beside = min(math.ceil(MOST_SLOWDOWN * times * call_s / other_s), MOST_BESIDE)
 
         def beside() -> None:
-            with self._lane.after(lanes.mark(self.device)):
+            with self._lane.after(mark(self.device)):
                 for _ in range(num_beside):
                     other()
 

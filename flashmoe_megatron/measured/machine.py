@@ -22,11 +22,9 @@ from flashmoe_megatron.measured.layer import RandomLayer
 from flashmoe_megatron.measured.line import fit_line
 from flashmoe_megatron.options import BackendOptions, ExchangeKind, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.separate import lanes
-from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.copies import Copies
-from flashmoe_megatron.separate.exchange import kind_of
-from flashmoe_megatron.separate.products import product
+from flashmoe_megatron.separate.backend import ScheduledBackend, steps_for
+from flashmoe_megatron.separate.exchange import Copies, kind_of
+from flashmoe_megatron.streams import mark, wait
 
 SPAN = 32
 COPY_SPAN = 8
@@ -202,7 +200,7 @@ def _product(weights: torch.Tensor, per_expert: int) -> Work:
     counts = [per_expert] * len(weights)
     ends = torch.tensor(counts, device=weights.device).cumsum(0).int()
     rows = torch.randn(sum(counts), weights.shape[1], device=weights.device).to(weights.dtype)
-    return lambda: product(rows, weights, ends, counts)
+    return lambda: steps_for(rows).product(rows, weights, ends, counts)
 
 
 def _copies(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Sample]:
@@ -291,8 +289,8 @@ def _by_copies(copies: Copies) -> "_Exchange":
         def call() -> None:
             copies.restart()
             (slot,) = copies.room([counts], rows).slots
-            done = copies.run(slot, rows, counts, lanes.mark(rows.device))
-            lanes.wait(rows.device, done)
+            done = copies.run(slot, rows, counts, mark(rows.device))
+            wait(rows.device, done)
 
         return call
 

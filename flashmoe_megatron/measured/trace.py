@@ -18,10 +18,9 @@ from flashmoe_megatron.measured.layer import RandomLayer
 from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.degree import choose_degrees
+from flashmoe_megatron.separate.degree import Stream, choose_degrees
 from flashmoe_megatron.separate.exchange import kind_of
 from flashmoe_megatron.separate.hooks import Call, When
-from flashmoe_megatron.separate.model import Stream
 from flashmoe_megatron.streams import Stamp
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, Phase
 

@@ -4,12 +4,20 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from flashmoe_megatron import streams
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, count_row_blocks
-from flashmoe_megatron.errors import FlashMoEError, RoutingError, reason_of, told_error
-from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, unfollowed_ranks
-from flashmoe_megatron.separate import lanes
+from flashmoe_megatron.errors import (
+    ConfigError,
+    FlashMoEError,
+    RoutingError,
+    RowBoundError,
+    reason_of,
+    told_error,
+)
+from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, Ranks, unfollowed_ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, counts_between
 from flashmoe_megatron.separate.plan import (
     Routes,
@@ -19,8 +27,7 @@ from flashmoe_megatron.separate.plan import (
     cut_table,
     rows_of_experts,
 )
-from flashmoe_megatron.separate.rows import RowExchange, refuse_beyond
-from flashmoe_megatron.separate.tensor import TensorGroup
+from flashmoe_megatron.separate.ways import TensorGroup
 
 
 class Heard(NamedTuple):
@@ -50,7 +57,7 @@ class Agreement:
     def __init__(
         self,
         config: MoEConfig,
-        talk: RowExchange,
+        ranks: Ranks,
         tensor: TensorGroup | None,
         exchange: Exchange,
         *,
@@ -61,23 +68,23 @@ class Agreement:
 
         Args:
             config: The layer's shape.
-            talk: Between the ranks of the expert-parallel group.
+            ranks: The ranks of the expert-parallel group.
             tensor: The ranks that share experts, if any do.
             exchange: Carries rows between them.
             most_blocks: As the attribute.
             tells_all: Whether every rank has to know all counts, be it that rows need them or not.
         """
-        self._config, self._talk, self._tensor = config, talk, tensor
+        self._config, self._ranks, self._tensor = config, ranks, tensor
         self._exchange, self.most_blocks = exchange, most_blocks
         self._tells_all = tells_all or exchange.needs_all_counts
         self._here: torch.Tensor | None = None
-        self.is_alone = talk.ranks.group is None and tensor is None
+        self.is_alone = ranks.group is None and tensor is None
         self.unfollowed: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
         """This rank in the expert-parallel group."""
-        return self._talk.rank
+        return self._ranks.rank
 
     def tell(self, counts: torch.Tensor, *, followed: bool = True) -> Heard:
         """Tells all ranks the numbers of routes, and whether this one has a backward of the call.
@@ -104,7 +111,7 @@ class Agreement:
 
     def gather(self, counts: torch.Tensor) -> Table:
         """Gathers ``[num_experts]`` counts of every rank. Collective."""
-        return Table(map(tuple, self._talk.gather_counts(counts).tolist()))
+        return Table(map(tuple, self._gather(counts).tolist()))
 
     def plan(
         self,
@@ -167,7 +174,7 @@ class Agreement:
             with torch.inference_mode(False):  # later calls may be training's
                 self._here = torch.empty_like(counts, device="cpu", pin_memory=True)
         here = self._here.copy_(counts, non_blocking=True)
-        arrived = lanes.mark(counts.device)
+        arrived = streams.mark(counts.device)
         assert arrived is not None
 
         def wait() -> list[int]:
@@ -198,7 +205,7 @@ class Agreement:
         """``[source][target]`` rows of each part; without all ranks' counts, where this rank is."""
         if all_counts is not None:
             return cut_table(all_counts, self._config.num_local_experts, len(parts))
-        rank = self._talk.rank
+        rank = self._ranks.rank
         mine = slice(routes.first_source, routes.first_source + self._config.num_ranks)
         return [counts_between(rank, part.send_counts, part.recv_counts[mine]) for part in parts]
 
@@ -222,7 +229,7 @@ class Agreement:
             reason = reason_of(RoutingError(str(problem)))
             if not self.is_alone:
                 self._hear_refusal(reason, is_here=True)
-            raise told_error(self._talk.rank, reason)
+            raise told_error(self._ranks.rank, reason)
         if min(map(min, host_received)) == REFUSED:
             of_group = host_received[first_source : first_source + config.num_ranks]
             raise self._hear_refusal(None, is_here=min(map(min, of_group)) == REFUSED)
@@ -235,7 +242,8 @@ class Agreement:
             return
         if all_counts is None or self._tensor is not None:  # rows come from other groups, too
             blocks = count_row_blocks(rows_of_experts(host_received))
-            self._talk.check_bound(blocks, self.most_blocks, counts)
+            everyone = self._swap(counts.new_full((self._config.num_ranks,), blocks)).tolist()
+            refuse_beyond(everyone, self.most_blocks)
             return
         rows, local = rows_of_experts(all_counts), self._config.num_local_experts
         firsts = range(0, self._config.num_experts, local)
@@ -249,11 +257,31 @@ class Agreement:
             ``[num_ranks, num_local_experts]``, what each rank tells this one; and all that they
             tell, ``[num_ranks, num_experts]``, where every rank needs it.
         """
-        if not self._tells_all:
-            return self._talk.tell_counts(told), None
-        table = self._talk.gather_counts(told)
         local = self._config.num_local_experts
-        return table[:, self._talk.rank * local : (self._talk.rank + 1) * local], table
+        if not self._tells_all:
+            return self._swap(told).view(-1, local), None
+        table = self._gather(told)
+        return table[:, self._ranks.rank * local : (self._ranks.rank + 1) * local], table
+
+    def _swap(self, send: torch.Tensor) -> torch.Tensor:
+        """Sends each rank its share of some counts, all shares alike; returns the received."""
+        if self._ranks.group is None:
+            return send
+        recv = torch.empty_like(send)
+        with self._ranks.bounded:
+            dist.all_to_all_single(recv, send, group=self._ranks.group)
+        return recv
+
+    def _gather(self, send: torch.Tensor) -> torch.Tensor:
+        """Returns all ranks' ``[num_experts]`` counts, ``[num_ranks, num_experts]``."""
+        if self._ranks.group is None:
+            return send[None]
+        everyone = send.new_empty(self._config.num_ranks * len(send))
+        # torch has renamed the function and warns of its old name.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        with self._ranks.bounded:
+            gather(everyone, send, group=self._ranks.group)
+        return everyone.view(self._config.num_ranks, -1)
 
     def _hear_refusal(self, own: str | None, *, is_here: bool) -> FlashMoEError:
         """Returns the error of the first rank that refuses this call.
@@ -265,7 +293,7 @@ class Agreement:
         """
         found: tuple[int, str] | None = None
         if is_here:
-            with self._talk.ranks.bounded:
+            with self._ranks.bounded:
                 reasons = self._exchange.ranks.gather(own)
             found = next((rank, why) for rank, why in enumerate(reasons) if why is not None)
         if self._tensor is not None:
@@ -274,6 +302,31 @@ class Agreement:
             found = next(filter(None, everyone))
         assert found is not None
         return told_error(*found)
+
+
+def ranks_of(config: MoEConfig, group: dist.ProcessGroup | None) -> Ranks:
+    """Returns the ranks of a layer's group, ``None`` for one rank.
+
+    Raises:
+        ConfigError: The group's size is not ``config.num_ranks``.
+    """
+    ranks = Ranks(group)
+    if ranks.num_ranks != config.num_ranks:
+        raise ConfigError(
+            f"num_ranks={config.num_ranks}, but the process group has {ranks.num_ranks} ranks"
+        )
+    return ranks
+
+
+def refuse_beyond(blocks: Sequence[int], most: int) -> None:
+    """Refuses what the fullest rank is to receive, by the blocks of rows of each, beyond a bound.
+
+    Raises:
+        RowBoundError: It names that rank.
+    """
+    fullest = max(range(len(blocks)), key=blocks.__getitem__)
+    if blocks[fullest] > most:
+        raise RowBoundError.of(fullest, blocks[fullest], most)
 
 
 def without_marks(told: Table) -> Table:

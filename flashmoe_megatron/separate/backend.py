@@ -6,6 +6,7 @@ results of the last ones leave. Gradients of weights are computed over all rows 
 last part, while gradients of tokens leave.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
-from flashmoe_megatron.checks import (
-    check_grad_out,
-)
+from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
@@ -24,12 +23,10 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.placement import Placement
-from flashmoe_megatron.separate import lanes
-from flashmoe_megatron.separate.activations import accumulation_dtype
-from flashmoe_megatron.separate.agreement import Agreement
-from flashmoe_megatron.separate.copies import Copies
+from flashmoe_megatron.separate.agreement import Agreement, ranks_of
 from flashmoe_megatron.separate.exchange import (
     ONE_STEP,
+    Copies,
     Counts,
     Exchange,
     Slot,
@@ -37,21 +34,21 @@ from flashmoe_megatron.separate.exchange import (
     kind_of,
 )
 from flashmoe_megatron.separate.hooks import UNHEARD, Call, Hooks, of_part
-from flashmoe_megatron.separate.lanes import Lane
 from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
-from flashmoe_megatron.separate.products import (
+from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
+from flashmoe_megatron.separate.replicas import Replicas, add_replica_grads, with_replicas
+from flashmoe_megatron.separate.slices import GradientSlices
+from flashmoe_megatron.separate.steps import (
+    PLAIN,
+    Steps,
+    accumulation_dtype,
     bias_grad,
     stack_of,
     store,
     turned,
 )
-from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
-from flashmoe_megatron.separate.replicas import Replicas, add_replica_grads, with_replicas
-from flashmoe_megatron.separate.rows import RowExchange
-from flashmoe_megatron.separate.slices import GradientSlices
-from flashmoe_megatron.separate.steps import Steps, steps_for
-from flashmoe_megatron.separate.tensor import TensorGroup
-from flashmoe_megatron.separate.ways import Way, Ways, arrived, returned
+from flashmoe_megatron.separate.ways import TensorGroup, Way, Ways, arrived, returned
+from flashmoe_megatron.streams import Lane, Mark
 from flashmoe_megatron.telemetry.record import LaunchRecord, read_launch_number
 from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 
@@ -107,7 +104,7 @@ class SeparateBackend(Backend):
     def __init__(
         self,
         config: MoEConfig,
-        talk: RowExchange,
+        ranks: Ranks,
         exchange: Exchange,
         *,
         options: BackendOptions,
@@ -122,7 +119,7 @@ class SeparateBackend(Backend):
 
         Args:
             config: The layer's shape.
-            talk: Tells the ranks of the expert-parallel group the numbers of rows.
+            ranks: The ranks of the expert-parallel group.
             exchange: Carries rows between them.
             options: How the layer runs.
             device: Where tokens will be.
@@ -133,11 +130,10 @@ class SeparateBackend(Backend):
             takes_split: As the base class has it.
         """
         keep = choose_keep(options.keep, config)
-        super().__init__(config, keep=keep, rank=talk.rank, takes_split=takes_split)
+        super().__init__(config, keep=keep, rank=ranks.rank, takes_split=takes_split)
         self.degrees = degrees
         self.hooks = Hooks()
         self.slices: GradientSlices | None = None
-        self._traffic = talk.traffic
         self._device, self._tensor, self._replicas = device, tensor, replicas
         self._exchange = exchange
         most_blocks = None
@@ -145,7 +141,7 @@ class SeparateBackend(Backend):
             most_blocks = bounded_row_blocks(config, options.row_bound) + options.filled_slots
         self._agreement = Agreement(
             config,
-            talk,
+            ranks,
             tensor,
             exchange,
             most_blocks=most_blocks,
@@ -157,7 +153,7 @@ class SeparateBackend(Backend):
     @property
     def traffic(self) -> TrafficCounters:
         """Counts of the rows that this rank has sent and padded so far."""
-        return self._traffic
+        return self._exchange.traffic
 
     @property
     def streams(self) -> dict[str, Lane]:
@@ -225,7 +221,6 @@ class SeparateBackend(Backend):
             )
         ]
         parts, whole = routes.parts(degree, steps.index_rows)
-        is_whole = degree == 1
         row_probs = arrived(of_probs, whole)
         laps.lap("dispatch")
 
@@ -233,9 +228,6 @@ class SeparateBackend(Backend):
         biases1, biases2 = _biases(weights)
         keeps_rows = training and self.keep != "preactivations"
         rows = preact = None
-        if training and not is_whole:
-            preact = x.new_empty(routes.num_rows, config.fc1_rows)
-            rows = x.new_empty(routes.num_rows, config.hidden) if keeps_rows else None
         room = self._ways.room(counts, x)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
@@ -252,13 +244,10 @@ class SeparateBackend(Backend):
                 out_rows += weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)
             laps.lap("products")
             back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
-            if training and is_whole:
-                preact, rows = pre, (mine if keeps_rows else None)
-            elif preact is not None:
-                assert part.rows is not None
-                steps.put_rows(preact, part.rows, pre)
-                if rows is not None:
-                    steps.put_rows(rows, part.rows, mine)
+            if training:
+                preact = steps.add_part(preact, pre, part, routes.num_rows)
+            if keeps_rows:
+                rows = steps.add_part(rows, mine, part, routes.num_rows)
         laps.lap("parts")
         out = steps.sum_routes(returned(back, room), cut.place)
         if has_hooks:
@@ -391,7 +380,6 @@ class SeparateBackend(Backend):
                 saved.x.index_select(0, routes.token_idx), total, whole_size, again
             )
         parts, whole = routes.parts(degree, steps.index_rows)
-        is_whole = degree == 1
         if self.slices is not None:
             self.slices.take(read_launch_number(saved.layer).layer, self._exchange.lane)
         weights, moved = self._of_slots(weights, saved.placement)
@@ -399,12 +387,7 @@ class SeparateBackend(Backend):
         _, biases2 = _biases(weights)
         laps.lap("dispatch")
         wide = accumulation_dtype(grad_out.dtype)
-        grad_row_probs = saved.row_probs.new_empty(routes.num_rows, dtype=wide)
-        grad_y = grad_pre = weighted = None
-        if not is_whole:
-            grad_y = grad_out.new_empty(routes.num_rows, config.hidden)
-            grad_pre = grad_out.new_empty(routes.num_rows, config.fc1_rows)
-            weighted = grad_out.new_empty(routes.num_rows, config.intermediate)
+        grad_y = grad_pre = weighted = grad_row_probs = None
         room = self._ways.room(counts, grad_out)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
@@ -422,32 +405,20 @@ class SeparateBackend(Backend):
             grad_rows = steps.product(pre_part, fc1_t, part.ends, part.counts)
             laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
-            if is_whole:
-                grad_y, grad_pre, weighted, grad_row_probs = (
-                    mine,
-                    pre_part,
-                    weighted_part,
-                    prob_part,
-                )
-            else:
-                assert part.rows is not None
-                grad_row_probs.index_copy_(0, part.rows, prob_part)
-                for every, one in (
-                    (grad_y, mine),
-                    (grad_pre, pre_part),
-                    (weighted, weighted_part),
-                ):
-                    assert every is not None
-                    steps.put_rows(every, part.rows, one)
+            grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, routes.num_rows)
+            grad_y = steps.add_part(grad_y, mine, part, routes.num_rows)
+            grad_pre = steps.add_part(grad_pre, pre_part, part, routes.num_rows)
+            weighted = steps.add_part(weighted, weighted_part, part, routes.num_rows)
+        assert grad_y is not None
+        assert grad_pre is not None
+        assert weighted is not None
+        assert grad_row_probs is not None
         room_of_probs = self._ways.room([total], grad_row_probs)
         of_probs = self._ways.back(
             grad_row_probs, total, whole, room_of_probs and room_of_probs.slots[0]
         )
         laps.lap("parts")
 
-        assert grad_y is not None
-        assert grad_pre is not None
-        assert weighted is not None
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
         pairs: list[_Pair] = [(grad_pre, rows, written.fc1), (grad_y, weighted, written.fc2)]
         if weights.split:  # all gates and after them all ups
@@ -549,7 +520,7 @@ class SeparateBackend(Backend):
         counts: Counts,
         sizes: Sizes,
         call: Call,
-        ready: lanes.Mark = None,
+        ready: Mark = None,
     ) -> Way:
         """Begins to send routes' rows, complete by a moment or now, to their experts."""
         if self.hooks:  # what they do is done later
@@ -577,6 +548,22 @@ class SeparateBackend(Backend):
             rows = self.hooks.run("after", "experts", rows, call)
             rows = self.hooks.run("before", "combine", rows, call)
         return self._ways.back(rows, counts, part, slot)
+
+
+def steps_for(x: torch.Tensor) -> Steps:
+    """The steps for tokens such as these.
+
+    Raises:
+        ImportError: They are on a GPU, and Triton, which comes with torch there, is missing.
+    """
+    return _kernels() if x.is_cuda and x.dtype != torch.float64 else PLAIN
+
+
+@functools.cache
+def _kernels() -> Steps:
+    from flashmoe_megatron.separate.kernels import KERNELS  # a processor needs no Triton
+
+    return KERNELS
 
 
 class ScheduledBackend(SeparateBackend):
@@ -618,15 +605,13 @@ class ScheduledBackend(SeparateBackend):
                 f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
                 "another backend"
             )
-        talk, tensor = RowExchange(config, group), None
+        ranks, traffic, tensor = ranks_of(config, group), TrafficCounters(), None
         if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:
-            tensor = TensorGroup(tensor_group, talk.traffic, device)
-        exchange = _make_exchange(
-            options, talk.ranks, grid, talk.traffic, device, is_cut=tensor is not None
-        )
+            tensor = TensorGroup(tensor_group, traffic, device)
+        exchange = _make_exchange(options, ranks, grid, traffic, device, is_cut=tensor is not None)
         super().__init__(
             config,
-            talk,
+            ranks,
             exchange,
             options=options,
             device=device,

@@ -1,12 +1,15 @@
-"""How rows travel: directly, or in two steps through the ranks of a host.
+"""How rows travel: directly, by copy engines, or in two steps through the ranks of a host.
 
-All ways bring the same rows in the same order, that of the ranks that have sent them. Counts of
-rows are ``[source][target]`` of the whole group.
+All exchanges bring the same rows in the same order, that of the ranks that have sent them. Counts
+of rows are ``[source][target]`` of the whole group.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,14 +17,19 @@ import torch.distributed as dist
 from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
+from flashmoe_megatron.multipath.arena import Arena, Region
+from flashmoe_megatron.multipath.gpu_queues import GpuQueues
 from flashmoe_megatron.options import ExchangeKind
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.separate.lanes import Lane, Mark, mark, wait
+from flashmoe_megatron.streams import Lane, Mark, current_stream, index_of, mark, wait
 
 Counts = Sequence[Sequence[int]]
 Kind = Literal["direct", "copies", "2dh"]
 ONE_STEP: tuple[Kind, ...] = ("direct", "copies")
 """Exchanges that send rows from each rank to each in one step."""
+_SPIN_S = 0.01
+"""So long the host looks without a pause, for a pause is as long as it may be late."""
+_PAUSE_S = 5e-5
 
 
 def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> Kind:
@@ -72,20 +80,16 @@ class Slot(NamedTuple):
 
     Attributes:
         rows: ``[received rows, ...]``.
-        where: What the exchange has to know of it.
+        where: For copy engines, the region of several calls and the byte of it at which this call
+            begins on each peer.
     """
 
     rows: torch.Tensor
-    where: Any = None
+    where: tuple[Region, Mapping[int, int]] | None = None
 
 
 class Room(NamedTuple):
-    """Memory for the rows that several calls bring.
-
-    Attributes:
-        rows: All of it.
-        slots: Each call's, one after the other.
-    """
+    """Memory for the rows that several calls bring: all of it, and each call's in turn."""
 
     rows: torch.Tensor
     slots: Sequence[Slot]
@@ -99,7 +103,7 @@ class Exchange:
         traffic: What was sent so far.
         needs_all_counts: Whether a call needs the counts of all ranks, not its own alone.
         is_alone: Whether there is no other rank, so that what is sent is what is received.
-        streams: Where rows travel, by the names of :mod:`flashmoe_megatron.separate.model`.
+        streams: Where rows travel, by the names of :mod:`flashmoe_megatron.separate.degree`.
         lanes: These streams.
     """
 
@@ -267,6 +271,104 @@ class TwoSteps(Exchange):
         with self._between.after(within.mark()):
             packed = _pieces(halfway, sizes, by_host)
             dist.all_to_all_single(slot.rows, packed, from_hosts, to_hosts, group=self._groups.rail)
+
+
+class Copies(Exchange):
+    """Copy engines write rows straight into the memory of the GPU that wants them, on one host.
+
+    NCCL's kernels hold multiprocessors, so that a concurrent product begins late and both are
+    slower; copies hold none. What a rank sends lies on its peer where the lower ranks' rows end, so
+    every rank has to know all counts. A group's layers share one arena.
+    """
+
+    needs_all_counts = True
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        traffic: TrafficCounters,
+        device: torch.device,
+        timeout: float,
+    ) -> None:
+        """Binds it to two or more ranks; ``timeout`` seconds without progress are an error.
+
+        Raises:
+            FlashMoEError: The GPUs cannot write into each other's memory.
+        """
+        super().__init__(ranks, traffic, device)
+        self._index = index_of(device)
+        self._staying = Lane(device)
+        here, group = torch.device("cuda", self._index), ranks.group
+        assert group is not None
+        self._arena = ranks.once(
+            Arena, here, timeout, make=lambda: Arena(group, GpuQueues(here), timeout)
+        )
+        self.ranks = self._arena.ranks  # which learn of a copy that fails
+
+    def raise_if_broken(self) -> None:
+        """See the base class."""
+        self._arena.raise_if_broken()
+
+    def restart(self) -> None:
+        """See the base class."""
+        self._arena.restart(current_stream(self._index))
+
+    def wait_on_host(self, moment: torch.cuda.Event) -> None:
+        """See the base class; NCCL alone would wait as long as the group's own timeout."""
+        begun = time.monotonic()
+        while not moment.query():  # type: ignore[no-untyped-call]
+            self.raise_if_broken()
+            if time.monotonic() - begun < _SPIN_S:
+                os.sched_yield()  # leaves the interpreter to other threads, as query does not
+            else:
+                time.sleep(_PAUSE_S)
+
+    def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
+        """See the base class; collective where more rows arrive than ever before."""
+        width = row_bytes(like)
+        ranks = range(len(calls[0]))
+        sizes = [[sum(row[rank] for row in counts) for rank in ranks] for counts in calls]
+        columns = (itertools.accumulate(of_rank, initial=0) for of_rank in zip(*sizes, strict=True))
+        ends = list(zip(*columns, strict=True))
+        region = self._arena.take([count * width for count in ends[-1]])
+        rows = region.memory.view(like.dtype).view(ends[-1][self.rank], *like.shape[1:])
+        slots = [
+            Slot(
+                rows[begin[self.rank] : end[self.rank]],
+                (region, {peer: begin[peer] * width for peer in self._arena.peers}),
+            )
+            for begin, end in itertools.pairwise(ends)
+        ]
+        return Room(rows, slots)
+
+    def guard(self, rows: torch.Tensor) -> None:
+        """See the base class."""
+        self._arena.guard(rows.view(-1))
+
+    def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
+        assert slot.where is not None, "rows are copied to a slot of the arena"
+        region, first = slot.where
+        width, rank = row_bytes(send), self.rank
+        sent = list(itertools.accumulate(counts[rank], initial=0))
+        begins = [sum(row[target] for row in counts[:rank]) for target in range(len(counts))]
+        copies = [
+            (
+                region.place.targets[peer] + first[peer] + begins[peer] * width,
+                send.data_ptr() + sent[peer] * width,
+                counts[rank][peer] * width,
+            )
+            for peer in self._arena.peers
+            if counts[rank][peer]
+        ]
+        what = f"{sum(map(sum, counts))} rows of {width} bytes"
+        with self._between.after(ready):
+            self._arena.write(what, copies, region, current_stream(self._index))
+        # A copy within a GPU takes multiprocessors. After the copies to peers it would come when
+        # a product has them all; here it begins with the first copy to a peer.
+        with self._staying.after(ready):
+            own = slot.rows[begins[rank] :][: counts[rank][rank]]
+            own.copy_(send[sent[rank] : sent[rank + 1]])
+        self._between.wait(self._staying.mark())
 
 
 def _pieces(rows: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:

@@ -1,9 +1,12 @@
 """The steps around products as one kernel each, in Triton: on a GPU launches are what they cost.
 
-Each has a twin of torch's operators in :mod:`~flashmoe_megatron.separate.plain`, which says what
-it computes. None takes float64.
+Each computes what the step of :class:`~flashmoe_megatron.separate.steps.Steps` does. None takes
+float64. Products in bfloat16 are torch's grouped GEMM, and in other dtypes they are made expert by
+expert.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +16,8 @@ import triton.language as tl
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.ranks import REFUSED
 from flashmoe_megatron.separate.plan import Cut, Indices, Sorted
-from flashmoe_megatron.separate.products import add_weight_grad as add_weight_grad
-from flashmoe_megatron.separate.products import grad_product as grad_product
-from flashmoe_megatron.separate.products import is_grouped as is_grouped
-from flashmoe_megatron.separate.products import matrices as matrices
-from flashmoe_megatron.separate.products import product as product
-from flashmoe_megatron.separate.products import weight_grad as weight_grad
+from flashmoe_megatron.separate.steps import Matrices, Steps, split, stack_of
+from flashmoe_megatron.weights import MATRIX, ExpertWeights, WeightGrad, unstacked
 
 TILE = 2048
 """Elements of a program's block of rows and columns."""
@@ -49,45 +48,213 @@ _KINDS = {
 }
 
 
-def sort_routes(config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> Sorted:
-    """Orders the routes by expert, then token: see the twin."""
-    num_tokens, columns = probs.shape
-    num_experts, device = config.num_experts, probs.device
-    is_map = routing_map.dtype == torch.bool
-    choices = config.topk if is_map else columns
-    width = triton.next_power_of_2(num_experts)
-    block = max(1, min(SORT_TILE // width, 128))
-    blocks = max(1, triton.cdiv(num_tokens, block))
-    most = num_tokens * choices
+class Kernels(Steps):
+    """The steps on a GPU, which compute what the base class says."""
 
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    alike = 1
 
-    given = routing_map.view(torch.uint8) if is_map else routing_map
-    counts = empty(blocks, num_experts + 1, dtype=torch.int32)
-    shape: dict[str, Any] = {
+    def sort_routes(
+        self, config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Sorted:
+        num_tokens, columns = probs.shape
+        num_experts, device = config.num_experts, probs.device
+        is_map = routing_map.dtype == torch.bool
+        choices = config.topk if is_map else columns
+        width = triton.next_power_of_2(num_experts)
+        block = max(1, min(SORT_TILE // width, 128))
+        blocks = max(1, triton.cdiv(num_tokens, block))
+        most = num_tokens * choices
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        given = routing_map.view(torch.uint8) if is_map else routing_map
+        counts = empty(blocks, num_experts + 1, dtype=torch.int32)
+        shape: dict[str, Any] = {
+            "COLUMNS": columns,
+            "IS_MAP": is_map,
+            "SKIPS_ZERO": config.skip_zero_probs,
+            "TOPK": choices,
+            "TOKENS": block,
+            "EXPERTS": width,
+            "num_warps": SORT_WARPS,
+        }
+        _count_routes[(blocks,)](given, probs, counts, num_tokens, num_experts, **shape)
+        found = Sorted(
+            token_idx=empty(most),
+            flat_idx=empty(most),
+            row_probs=empty(most, dtype=probs.dtype),
+            place=empty(num_tokens, choices),
+            counts=empty(num_experts),
+            ends=empty(num_experts, dtype=torch.int32),
+        )
+        _place_routes[(blocks,)](
+            given, probs, counts, *vars(found).values(), num_tokens, num_experts, most, blocks,
+            REFUSAL=REFUSED, STEP=CHUNK, **shape
+        )  # fmt: skip
+        return found
+
+    def cut_routes(
+        self, token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
+    ) -> Cut:
+        if degree == 1:
+            return Cut(token_idx, place)
+        cut = Cut(torch.empty_like(token_idx), torch.empty_like(place))
+        num_experts, most = len(ends), place.numel()
+        width = triton.next_power_of_2(num_experts)
+        block = max(1, min(CUT_TILE // width, 128))
+        if most:
+            _cut_routes[(triton.cdiv(most, block),)](
+                token_idx, place, ends, cut.token_idx, cut.place, len(token_idx), most, num_experts,
+                DEGREE=degree, ROUTES=block, EXPERTS=width
+            )  # fmt: skip
+        return cut
+
+    def index_rows(self, received: torch.Tensor, num_rows: int, degree: int) -> Indices:
+        sources, experts = received.shape
+        is_cut = degree > 1
+        index = received.new_empty(5 if is_cut else 2, num_rows)
+        ends = received.new_empty(degree + is_cut, experts, dtype=torch.int32)
+        _index_rows[(sources * experts,)](
+            received, index, ends, num_rows, sources, experts, degree,
+            IS_CUT=is_cut, SOURCES=triton.next_power_of_2(sources),
+            EXPERTS=triton.next_power_of_2(experts), ROWS=INDEX_TILE
+        )  # fmt: skip
+        each = index.unbind()
+        if not is_cut:
+            return Indices(each[0], each[1], None, ends)
+        whole = Indices(each[3], each[4], None, ends[degree:])
+        return Indices(each[0], each[1], each[2], ends[:degree], whole)
+
+    def put_rows(self, target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
+        num_rows, width = rows.shape
+        if num_rows:
+            columns = _block_of(width)
+            grid = (triton.cdiv(num_rows, TILE // columns), triton.cdiv(width, columns))
+            _copy_rows[grid](
+                target, index, rows, num_rows, width, target.stride(0), rows.stride(0),
+                ROWS=TILE // columns, COLUMNS=columns
+            )  # fmt: skip
+
+    def sum_routes(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        num_tokens, choices = place.shape
+        width = rows.shape[1]
+        out = rows.new_empty(num_tokens, width)
+        if num_tokens:
+            grid = (num_tokens, triton.cdiv(width, COMBINE_TILE))
+            _sum_rows[grid](rows, place, out, len(rows), width, choices, COLUMNS=COMBINE_TILE)
+        return out
+
+    def weighted_activation(
+        self, config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
+    ) -> torch.Tensor:
+        out = preact.new_empty(len(preact), config.intermediate)
+        if len(preact):
+            shape = _shape_of(config)
+            grid = (
+                triton.cdiv(len(preact), shape["ROWS"]),
+                triton.cdiv(config.intermediate, shape["COLUMNS"]),
+            )
+            _activate[grid](preact, row_probs, out, len(preact), **shape)
+        return out
+
+    def weighted_activation_backward(
+        self,
+        config: MoEConfig,
+        preact: torch.Tensor,
+        row_probs: torch.Tensor,
+        grad_weighted: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_preact, weighted = torch.empty_like(preact), torch.empty_like(grad_weighted)
+        grad_probs = preact.new_empty(len(preact), dtype=torch.float32)
+        if len(preact):
+            shape = _shape_of(config)
+            _differentiate[(triton.cdiv(len(preact), shape["ROWS"]),)](
+                preact, row_probs, grad_weighted, grad_preact, grad_probs, weighted, len(preact),
+                **shape
+            )  # fmt: skip
+        return grad_preact, grad_probs, weighted
+
+    def is_grouped(self, rows: torch.Tensor) -> bool:
+        return rows.is_cuda and rows.dtype == torch.bfloat16 and _has_grouped(rows.device)
+
+    def matrices(self, weights: ExpertWeights) -> tuple[Matrices, Matrices]:
+        fc1, fc2 = stack_of(weights.fc1), stack_of(weights.fc2)
+        return (fc1, fc2) if weights.transposed else (fc1.mT, fc2.mT)
+
+    def product(
+        self, rows: torch.Tensor, of_experts: Matrices, ends: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        if self.is_grouped(rows) and len(rows):
+            assert isinstance(of_experts, torch.Tensor), "grouped products take a stack"
+            grouped: torch.Tensor = torch._grouped_mm(rows, of_experts, offs=ends)
+            return grouped
+        return super().product(rows, of_experts, ends, counts)
+
+    grad_product = product
+
+    def weight_grad(
+        self, left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, counts: Sequence[int]
+    ) -> torch.Tensor:
+        if not (self.is_grouped(left) and len(left)):
+            return super().weight_grad(left, right, ends, counts)
+        grouped: torch.Tensor = torch._grouped_mm(left.t(), right, offs=ends)
+        for expert, count in enumerate(counts):
+            if not count:  # a product over no rows is left as it was
+                grouped[expert].zero_()
+        return grouped
+
+    def add_weight_grad(
+        self,
+        targets: Sequence[WeightGrad],
+        left: torch.Tensor,
+        right: torch.Tensor,
+        ends: torch.Tensor,
+        counts: Sequence[int],
+    ) -> None:
+        """Adds products of 16 bits in float32 expert by expert.
+
+        torch's grouped GEMM rounds its sums to 16 bits.
+        """
+        is_narrow = left.dtype in (torch.bfloat16, torch.float16)
+        adds = all(one.accumulate and one.buffer.dtype == torch.float32 for one in targets)
+        if not (adds and is_narrow and left.device.type == "cuda"):
+            super().add_weight_grad(targets, left, right, ends, counts)
+            return
+        buffers = unstacked([target.buffer for target in targets], MATRIX)
+        parts = zip(buffers, split(left, counts), split(right, counts), strict=True)
+        for buffer, a, b in parts:
+            if len(a):
+                torch.addmm(buffer, a.t(), b, out_dtype=torch.float32, out=buffer)
+
+
+KERNELS = Kernels()
+
+
+@functools.cache
+def _has_grouped(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _shape_of(config: MoEConfig) -> dict[str, Any]:
+    width = config.intermediate
+    columns = _block_of(width)
+    return {
+        "WIDTH": width,
+        "KIND": _KINDS[config.activation],
+        "GATED": config.gated,
+        "INTERLEAVE": config.glu_interleave,
+        "CLAMPS": config.clamp_value is not None,
+        "CLAMP": config.clamp_value or 0.0,
+        "OFFSET": config.linear_offset,
+        "ROWS": TILE // columns,
         "COLUMNS": columns,
-        "IS_MAP": is_map,
-        "SKIPS_ZERO": config.skip_zero_probs,
-        "TOPK": choices,
-        "TOKENS": block,
-        "EXPERTS": width,
-        "num_warps": SORT_WARPS,
     }
-    _count_routes[(blocks,)](given, probs, counts, num_tokens, num_experts, **shape)
-    found = Sorted(
-        token_idx=empty(most),
-        flat_idx=empty(most),
-        row_probs=empty(most, dtype=probs.dtype),
-        place=empty(num_tokens, choices),
-        counts=empty(num_experts),
-        ends=empty(num_experts, dtype=torch.int32),
-    )
-    _place_routes[(blocks,)](
-        given, probs, counts, *vars(found).values(), num_tokens, num_experts, most, blocks,
-        REFUSAL=REFUSED, STEP=CHUNK, **shape
-    )  # fmt: skip
-    return found
+
+
+def _block_of(width: int) -> int:
+    """The block of columns that leaves fewest unused; of several the widest."""
+    return min((1024, 512, 256, 128), key=lambda one: (triton.cdiv(width, one) * one, -one))
 
 
 @triton.jit
@@ -202,24 +369,6 @@ def _place_routes(
         tl.store(ends + experts, tl.minimum(until, most), mask=is_expert)
 
 
-def cut_routes(
-    token_idx: torch.Tensor, place: torch.Tensor, ends: torch.Tensor, degree: int
-) -> Cut:
-    """Brings routes into the order of parts: see the twin."""
-    if degree == 1:
-        return Cut(token_idx, place)
-    cut = Cut(torch.empty_like(token_idx), torch.empty_like(place))
-    num_experts, most = len(ends), place.numel()
-    width = triton.next_power_of_2(num_experts)
-    block = max(1, min(CUT_TILE // width, 128))
-    if most:
-        _cut_routes[(triton.cdiv(most, block),)](
-            token_idx, place, ends, cut.token_idx, cut.place, len(token_idx), most, num_experts,
-            DEGREE=degree, ROUTES=block, EXPERTS=width
-        )  # fmt: skip
-    return cut
-
-
 @triton.jit
 def _cut_routes(
     token_idx, place, ends, new_token_idx, new_place, num_given, most, num_experts,
@@ -253,24 +402,6 @@ def _place_in_parts(route, since, until, num_routes, DEGREE: tl.constexpr):
     before = tl.sum(count * parts_before // DEGREE, 1)
     moved = before + nth - own * part // DEGREE
     return tl.where(route < num_routes, moved, route)
-
-
-def index_rows(received: torch.Tensor, num_rows: int, degree: int) -> Indices:
-    """Finds where rows are, a source's rows of an expert in a program: see the twin."""
-    sources, experts = received.shape
-    is_cut = degree > 1
-    index = received.new_empty(5 if is_cut else 2, num_rows)
-    ends = received.new_empty(degree + is_cut, experts, dtype=torch.int32)
-    _index_rows[(sources * experts,)](
-        received, index, ends, num_rows, sources, experts, degree,
-        IS_CUT=is_cut, SOURCES=triton.next_power_of_2(sources),
-        EXPERTS=triton.next_power_of_2(experts), ROWS=INDEX_TILE
-    )  # fmt: skip
-    each = index.unbind()
-    if not is_cut:
-        return Indices(each[0], each[1], None, ends)
-    whole = Indices(each[3], each[4], None, ends[degree:])
-    return Indices(each[0], each[1], each[2], ends[:degree], whole)
 
 
 @triton.jit
@@ -320,18 +451,6 @@ def _index_rows(
         tl.store(ends + degree * experts + expert, until.to(tl.int32), mask=source == 0)
 
 
-def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copies rows to where they belong, several a program: see the twin."""
-    num_rows, width = rows.shape
-    if num_rows:
-        columns = _block_of(width)
-        grid = (triton.cdiv(num_rows, TILE // columns), triton.cdiv(width, columns))
-        _copy_rows[grid](
-            target, index, rows, num_rows, width, target.stride(0), rows.stride(0),
-            ROWS=TILE // columns, COLUMNS=columns
-        )  # fmt: skip
-
-
 @triton.jit
 def _copy_rows(
     target, index, rows, num_rows, width, target_step, step,
@@ -346,17 +465,6 @@ def _copy_rows(
     tl.store(target + (place * target_step)[:, None] + columns[None, :], value, mask=mask)
 
 
-def sum_routes(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Each token's rows summed in float32 by ascending expert: see the twin."""
-    num_tokens, choices = place.shape
-    width = rows.shape[1]
-    out = rows.new_empty(num_tokens, width)
-    if num_tokens:
-        grid = (num_tokens, triton.cdiv(width, COMBINE_TILE))
-        _sum_rows[grid](rows, place, out, len(rows), width, choices, COLUMNS=COMBINE_TILE)
-    return out
-
-
 @triton.jit
 def _sum_rows(rows, place, out, num_rows, width, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -368,60 +476,6 @@ def _sum_rows(rows, place, out, num_rows, width, CHOICES: tl.constexpr, COLUMNS:
         value = tl.load(rows + row * width + columns, mask=columns < there, other=0.0)
         total += value.to(tl.float32)
     tl.store(out + token * width + columns, total, mask=columns < width)
-
-
-def weighted_activation(
-    config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
-) -> torch.Tensor:
-    """The activation times the weights: see the twin."""
-    out = preact.new_empty(len(preact), config.intermediate)
-    if len(preact):
-        shape = _shape_of(config)
-        grid = (
-            triton.cdiv(len(preact), shape["ROWS"]),
-            triton.cdiv(config.intermediate, shape["COLUMNS"]),
-        )
-        _activate[grid](preact, row_probs, out, len(preact), **shape)
-    return out
-
-
-def weighted_activation_backward(
-    config: MoEConfig,
-    preact: torch.Tensor,
-    row_probs: torch.Tensor,
-    grad_weighted: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its derivatives: see the twin."""
-    grad_preact, weighted = torch.empty_like(preact), torch.empty_like(grad_weighted)
-    grad_probs = preact.new_empty(len(preact), dtype=torch.float32)
-    if len(preact):
-        shape = _shape_of(config)
-        _differentiate[(triton.cdiv(len(preact), shape["ROWS"]),)](
-            preact, row_probs, grad_weighted, grad_preact, grad_probs, weighted, len(preact),
-            **shape
-        )  # fmt: skip
-    return grad_preact, grad_probs, weighted
-
-
-def _shape_of(config: MoEConfig) -> dict[str, Any]:
-    width = config.intermediate
-    columns = _block_of(width)
-    return {
-        "WIDTH": width,
-        "KIND": _KINDS[config.activation],
-        "GATED": config.gated,
-        "INTERLEAVE": config.glu_interleave,
-        "CLAMPS": config.clamp_value is not None,
-        "CLAMP": config.clamp_value or 0.0,
-        "OFFSET": config.linear_offset,
-        "ROWS": TILE // columns,
-        "COLUMNS": columns,
-    }
-
-
-def _block_of(width: int) -> int:
-    """The block of columns that leaves fewest unused; of several the widest."""
-    return min((1024, 512, 256, 128), key=lambda one: (triton.cdiv(width, one) * one, -one))
 
 
 @triton.jit

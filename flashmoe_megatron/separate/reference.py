@@ -6,23 +6,22 @@ the number of ranks.
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.replicas.policy import check_slots, plan_replicas
-from flashmoe_megatron.separate import plain
+from flashmoe_megatron.separate.agreement import ranks_of
 from flashmoe_megatron.separate.backend import SeparateBackend
 from flashmoe_megatron.separate.exchange import Exchange
 from flashmoe_megatron.separate.plan import Routes, rows_of_experts
 from flashmoe_megatron.separate.records import IN_TURN
 from flashmoe_megatron.separate.replicas import Planner, Replicas
-from flashmoe_megatron.separate.rows import RowExchange
-from flashmoe_megatron.separate.steps import Steps
+from flashmoe_megatron.separate.steps import PLAIN, Steps
 from flashmoe_megatron.weights import ExpertWeights
 
 
@@ -58,7 +57,7 @@ class ReferenceBackend(SeparateBackend):
             ConfigError: The group's size is not ``config.num_ranks``, or a rank cannot have the
                 spare slots.
         """
-        options, talk = options or BackendOptions(), RowExchange(config, group)
+        options, ranks = options or BackendOptions(), ranks_of(config, group)
         spare_slots = options.filled_slots
         check_slots(config, spare_slots, options.placement)
         if planner is None and spare_slots:
@@ -68,8 +67,8 @@ class ReferenceBackend(SeparateBackend):
 
         super().__init__(
             config,
-            talk,
-            Exchange(talk.ranks, talk.traffic, torch.device("cpu")),  # no stream of its own
+            ranks,
+            Exchange(ranks, TrafficCounters(), torch.device("cpu")),  # no stream of its own
             options=options,
             device=device or torch.device("cpu"),
             moments=IN_TURN,
@@ -90,9 +89,9 @@ class ReferenceBackend(SeparateBackend):
 
     def _steps_for(self, x: torch.Tensor) -> Steps:
         """Takes torch's operators on any device."""
-        return cast(Steps, plain)
+        return PLAIN
 
     def _count_pads(self, routes: Routes) -> None:
         """Counts the rows that fill up each expert's last block."""
         for count in rows_of_experts(routes.host_received):
-            self._traffic.pad_rows_local += -count % TILE_M
+            self.traffic.pad_rows_local += -count % TILE_M

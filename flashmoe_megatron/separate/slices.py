@@ -1,4 +1,9 @@
-"""Reductions of gradients that wait until the way between ranks is idle.
+"""Reductions of gradients in the gaps of a backward, while the way between ranks is idle.
+
+A backward is a sequence of windows: exchanges of a layer leave the way between ranks idle for a
+while, and so do computations outside the experts. A reduction that fits costs nothing. Gaps
+are filled first, the earliest first, as FSMoE does; what is left then goes where each further byte
+costs least, which is after the last window if it is nowhere less.
 
 A piece is queued when its gradients are complete, and starts in the order of pieces: concurrently
 with the computation between layers as long as that lasts, and after a layer's last part on its way
@@ -6,13 +11,23 @@ to the experts. Every rank queues the same pieces and asks for them at the same 
 start them in one order.
 """
 
+import dataclasses
+import functools
+import itertools
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from flashmoe_megatron.separate import lanes
+from flashmoe_megatron import streams
+from flashmoe_megatron.measured.line import Line
+from flashmoe_megatron.separate.degree import Pass, time_of
+
+PARTS = (1, 1 / 2, 1 / 8, 1 / 32, 1 / 128)
+"""Parts of a reduction that are moved to other windows."""
+MOST_MOVES = 256
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class _Piece:
 
     num_bytes: int
     start: Callable[[], None]
-    ready: lanes.Mark
+    ready: streams.Mark
 
 
 class GradientSlices:
@@ -58,10 +73,10 @@ class GradientSlices:
             num_bytes: What it reduces.
             start: Starts it on the current stream.
         """
-        self._queue.append(_Piece(num_bytes, start, lanes.mark(self._device)))
+        self._queue.append(_Piece(num_bytes, start, streams.mark(self._device)))
         self._start_what_fits(None)
 
-    def take(self, layer: int, lane: lanes.Lane) -> None:
+    def take(self, layer: int, lane: streams.Lane) -> None:
         """Starts the pieces that fit a layer's gap, after all work on a lane.
 
         Args:
@@ -82,16 +97,144 @@ class GradientSlices:
         self._start_what_fits(None)
         self._room = 0.0
 
-    def _start_what_fits(self, lane: lanes.Lane | None) -> None:
+    def _start_what_fits(self, lane: streams.Lane | None) -> None:
         """Pieces are not of one size: one goes where it fits at least by half, or waits on."""
         while self._queue and self._queue[0].num_bytes <= 2 * self._room:
             piece = self._queue.popleft()
             self._room -= piece.num_bytes
             if lane is None:
-                lanes.wait(self._device, piece.ready)
+                streams.wait(self._device, piece.ready)
                 piece.start()
                 continue
             with lane.after(piece.ready):
                 piece.start()
         if lane is not None and not self._queue:
             self._room = 0.0  # a gap is over with its layer
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a backward.
+
+    Attributes:
+        ready: Bytes of gradients that become ready before it, since the window before it.
+        cost_s: Seconds that reductions of so many seconds add to it: nothing while they
+            fit its gap, then more and more.
+    """
+
+    ready: float
+    cost_s: Callable[[float], float]
+
+
+def layer_window(ready: float, backward: Pass, degree: int) -> Window:
+    """The window that a layer's exchanges leave.
+
+    Args:
+        ready: Bytes of gradients that become ready before its backward.
+        backward: What that does.
+        degree: In how many parts.
+    """
+    alone_s = time_of(backward, degree)
+
+    def cost_s(seconds: float) -> float:
+        more = dataclasses.replace(backward, slices_s=backward.slices_s + seconds)
+        return time_of(more, degree) - alone_s
+
+    return Window(ready, cost_s)
+
+
+def beside_window(ready: float, seconds: float) -> Window:
+    """The window of something that does not use the way between ranks for so many seconds."""
+    return Window(ready, lambda reduction_s: max(reduction_s - seconds, 0.0))
+
+
+def cut_gradients(windows: Sequence[Window], line: Line) -> list[float]:
+    """Returns how many bytes to reduce in each window; the rest is reduced after the last.
+
+    Args:
+        windows: In the order of a backward.
+        line: What a reduction takes.
+    """
+    return _spread(windows, fill_gaps(windows, line), line)
+
+
+def fill_gaps(windows: Sequence[Window], line: Line) -> list[float]:
+    """Applies FSMoE's first rule: each window takes as many ready bytes as cost nothing."""
+    filled: list[float] = []
+    left = 0.0
+    for window in windows:
+        left += window.ready
+        filled.append(_free_bytes(window, left, line))
+        left -= filled[-1]
+    return filled
+
+
+def added_time(windows: Sequence[Window], slices: Sequence[float], line: Line) -> float:
+    """Seconds that the reduction makes a backward longer, with so many bytes in each window."""
+    rest = sum(window.ready for window in windows) - sum(slices)
+    pairs = zip(windows, slices, strict=True)
+    inside = sum(window.cost_s(_reduction_s(size, line)) for window, size in pairs)
+    return inside + _reduction_s(rest, line)
+
+
+def _reduction_s(size: float, line: Line) -> float:
+    return line.time_s(size) if size > 0.5 else 0.0  # half a byte is none, but for rounding
+
+
+def _free_bytes(window: Window, most: float, line: Line) -> float:
+    """The most bytes, up to ``most``, that cost the window nothing."""
+
+    def is_free(size: float) -> bool:
+        seconds = _reduction_s(size, line)
+        return window.cost_s(seconds) <= 1e-9 * seconds
+
+    if is_free(most):
+        return most
+    low, high = 0.0, most
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_free(middle) else (low, middle)
+    return low if low > 0.5 else 0.0
+
+
+def _spread(windows: Sequence[Window], filled: Sequence[float], line: Line) -> list[float]:
+    """Moves bytes from where they cost most to where they cost least, until no move saves time.
+
+    A move takes all that a window has or a part of it; the bytes left after the last window count
+    as a window, too. So marginal costs become equal, but for the fixed cost of each reduction.
+    """
+    ends = itertools.accumulate(window.ready for window in windows)
+    ready = list(ends)
+    behind = len(windows)
+    amounts = [*filled, max((ready[-1] if ready else 0.0) - sum(filled), 0.0)]
+
+    @functools.cache
+    def cost_s(place: int, size: float) -> float:
+        seconds = _reduction_s(size, line)
+        return seconds if place == behind else windows[place].cost_s(seconds)
+
+    def room(source: int, target: int) -> float:
+        """Returns how many bytes may be moved; all have to be ready in the target window."""
+        taken = list(itertools.accumulate(amounts))
+        return min((ready[i] - taken[i] for i in range(target, source)), default=math.inf)
+
+    def moves() -> Iterator[tuple[int, int, float]]:
+        places = range(behind + 1)
+        for source, target in itertools.permutations(places, 2):
+            if cost_s(source, amounts[source]) > 0:
+                most = min(amounts[source], room(source, target))
+                yield from ((source, target, most * part) for part in PARTS if most * part > 0.5)
+
+    def saved_s(source: int, target: int, size: float) -> float:
+        before = cost_s(source, amounts[source]) + cost_s(target, amounts[target])
+        source_s = cost_s(source, amounts[source] - size)
+        return before - source_s - cost_s(target, amounts[target] + size)
+
+    for _ in range(MOST_MOVES):
+        found = [(saved_s(*move), move) for move in moves()]
+        if not found or max(found)[0] <= line.time_s(1) * 1e-3:
+            break
+        _, (source, target, size) = max(found)
+        amounts[source] -= size
+        amounts[target] += size
+    return amounts[:behind]

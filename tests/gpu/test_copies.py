@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.copies import Copies
+from flashmoe_megatron.separate.exchange import Copies
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool, assert_waited
 from tests.gpu.test_scheduled import on

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.separate import kernels, plain
 from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.kernels import KERNELS as kernels
+from flashmoe_megatron.separate.steps import PLAIN as plain
 from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import make_config

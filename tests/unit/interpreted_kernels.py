@@ -17,9 +17,11 @@ from flashmoe_megatron.errors import RoutingError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.ranks import REFUSED
-from flashmoe_megatron.separate import backend, kernels, plain, products
+from flashmoe_megatron.separate import backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.kernels import KERNELS as kernels
 from flashmoe_megatron.separate.reference import ReferenceBackend
+from flashmoe_megatron.separate.steps import PLAIN as plain
 from tests.unit import cases
 from tests.unit.test_scheduled import run
 
@@ -140,7 +142,7 @@ def check_layers() -> None:
 
     In one part its forward waits for nothing.
     """
-    kernels.is_grouped = products.is_grouped = lambda rows: rows.dtype == torch.bfloat16
+    kernels.is_grouped = lambda rows: rows.dtype == torch.bfloat16
     backend.steps_for = lambda x: kernels
     forward = ScheduledBackend._forward_alone
     config = cases.make_config()

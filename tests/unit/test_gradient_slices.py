@@ -11,9 +11,11 @@ import pytest
 import torch
 from scipy.optimize import differential_evolution
 
+from flashmoe_megatron import streams
 from flashmoe_megatron.measured.line import Line
-from flashmoe_megatron.separate import lanes
-from flashmoe_megatron.separate.gaps import (
+from flashmoe_megatron.separate.degree import Pass, Stage, time_of
+from flashmoe_megatron.separate.slices import (
+    GradientSlices,
     Window,
     added_time,
     beside_window,
@@ -21,8 +23,6 @@ from flashmoe_megatron.separate.gaps import (
     fill_gaps,
     layer_window,
 )
-from flashmoe_megatron.separate.model import Pass, Stage, time_of
-from flashmoe_megatron.separate.slices import GradientSlices
 
 LINE = Line(alpha_s=20e-6, beta_s=1e-9, r_squared=1.0)
 
@@ -146,9 +146,9 @@ def test_pieces_start_in_order_where_they_fit_once_they_are_complete(
 ) -> None:
     notes: list[str] = []
     moments = (f"gradient {number}" for number in range(9))
-    monkeypatch.setattr(lanes, "mark", lambda device: next(moments))
-    monkeypatch.setattr(lanes, "wait", lambda device, moment: notes.append(f"waits for {moment}"))
-    slices, way = GradientSlices(torch.device("cpu")), cast(lanes.Lane, Way(notes))
+    monkeypatch.setattr(streams, "mark", lambda device: next(moments))
+    monkeypatch.setattr(streams, "wait", lambda device, moment: notes.append(f"waits for {moment}"))
+    slices, way = GradientSlices(torch.device("cpu")), cast(streams.Lane, Way(notes))
     slices.plan({1: 100.0, 0: 250.0}, {1: 30.0})
 
     def put(name: str, num_bytes: int) -> None:
@@ -176,10 +176,10 @@ def test_pieces_start_in_order_where_they_fit_once_they_are_complete(
 
 
 def test_a_gap_without_pieces_leaves_no_room_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "mark", lambda device: None)
-    monkeypatch.setattr(lanes, "wait", lambda device, moment: None)
+    monkeypatch.setattr(streams, "mark", lambda device: None)
+    monkeypatch.setattr(streams, "wait", lambda device, moment: None)
     notes: list[str] = []
-    slices, way = GradientSlices(torch.device("cpu")), cast(lanes.Lane, Way([]))
+    slices, way = GradientSlices(torch.device("cpu")), cast(streams.Lane, Way([]))
     slices.plan({1: 100.0, 0: 40.0}, {})
     slices.take(1, way)  # its layer is over before anything is ready
     slices.put(90, lambda: notes.append("starts"))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from flashmoe_megatron import streams
-from flashmoe_megatron.separate import lanes
 
 DEVICE = torch.device("cuda", 0)
 
@@ -58,29 +57,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def test_a_lane_is_current_within_and_no_longer(gpu: Gpu) -> None:
-    lane = lanes.Lane(DEVICE)
-    moment: Any = lanes.mark(DEVICE)
+    lane = streams.Lane(DEVICE)
+    moment: Any = streams.mark(DEVICE)
     assert moment == ("moment", gpu.first)
     with lane.after(moment):
         inner: Any = gpu.current
         assert inner is not gpu.first
         assert inner.waited == [moment]
-        assert lanes.mark(torch.device("cuda")) == ("moment", inner) == lane.mark()
+        assert streams.mark(torch.device("cuda")) == ("moment", inner) == lane.mark()
     assert gpu.current is gpu.first
     with pytest.raises(RuntimeError, match="gone"), lane.after(None):
         raise RuntimeError("gone")
     assert gpu.current is gpu.first
     assert inner.waited == [moment], "no moment, no wait"
-    lanes.wait(DEVICE, lane.mark())
+    streams.wait(DEVICE, lane.mark())
     assert gpu.first.waited == [("moment", inner)]
 
 
 def test_torch_is_asked_once_for_each_stream(gpu: Gpu) -> None:
-    lane = lanes.Lane(DEVICE)
+    lane = streams.Lane(DEVICE)
     for _ in range(3):
-        with lane.after(lanes.mark(DEVICE)):
-            lanes.mark(DEVICE)
-        lanes.wait(DEVICE, lane.mark())
+        with lane.after(streams.mark(DEVICE)):
+            streams.mark(DEVICE)
+        streams.wait(DEVICE, lane.mark())
     assert gpu.asked == 2
 
 
@@ -106,7 +105,7 @@ def test_a_stamp_is_of_the_current_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     begin = streams.Stamp(DEVICE)
-    with lanes.Lane(DEVICE).after(None):
+    with streams.Lane(DEVICE).after(None):
         end = streams.Stamp(DEVICE)
     assert not end.has_passed()
     end.wait()
@@ -120,8 +119,8 @@ def test_a_stamp_is_of_the_current_stream(gpu: Gpu, monkeypatch: pytest.MonkeyPa
 
 
 def test_stamps_are_of_the_lane(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "Stamp", lambda device: gpu.current)
-    lane = lanes.Lane(DEVICE)
+    monkeypatch.setattr(streams, "Stamp", lambda device: gpu.current)
+    lane = streams.Lane(DEVICE)
     lane.stamps = []
     with lane.after(None):
         inner = gpu.current

@@ -34,7 +34,7 @@ from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
 from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.thread_queues import ThreadMoment, ThreadQueue, ThreadQueues
 from flashmoe_megatron.multipath.times import Times
-from flashmoe_megatron.separate.copies import Copies
+from flashmoe_megatron.separate.exchange import Copies
 from tests.distributed import RankPool, assert_waited
 from tools.bench import multipath as bench
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from flashmoe_megatron.separate.model import (
+from flashmoe_megatron.separate.degree import (
     Pass,
     Slowdown,
     Stage,

@@ -39,11 +39,10 @@ from flashmoe_megatron.measured.machine import PARTS, Sizes, _hosts, even_ratios
 from flashmoe_megatron.measured.trace import trace
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.select import select_backend
-from flashmoe_megatron.separate import plain
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.degree import passes_of
+from flashmoe_megatron.separate.degree import Stream, best_degree, passes_of, time_of
 from flashmoe_megatron.separate.exchange import Kind
-from flashmoe_megatron.separate.model import Stream, best_degree, time_of
+from flashmoe_megatron.separate.steps import PLAIN
 from tests.distributed import RankPool
 from tests.fits import make_fit
 from tests.unit import cases
@@ -291,8 +290,8 @@ def hosts_in_parts(group: dist.ProcessGroup) -> dict[str, list[tuple[float, floa
     grid, clock = HostGrid(1, 2, dist.get_rank(group)), Clock(group, CPU, 1)
     with (
         mock.patch.object(Clock, "seconds", seconds),
-        mock.patch.object(plain, "product", counted(plain.product)),
-        mock.patch.object(plain, "grad_product", counted(plain.grad_product)),
+        mock.patch.object(PLAIN, "product", counted(PLAIN.product)),
+        mock.patch.object(PLAIN, "grad_product", counted(PLAIN.grad_product)),
     ):
         return _hosts(clock, group, grid, torch.float32, sizes, "auto")
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import streams
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.call import Backend, TrafficCounters
 from flashmoe_megatron.config import MoEConfig
@@ -30,16 +31,14 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
-from flashmoe_megatron.separate import lanes, plain, plan, products
-from flashmoe_megatron.separate.agreement import Agreement, Heard
+from flashmoe_megatron.separate import plan
+from flashmoe_megatron.separate.agreement import Agreement, Heard, ranks_of
 from flashmoe_megatron.separate.backend import ScheduledBackend, _make_exchange
 from flashmoe_megatron.separate.exchange import Exchange
 from flashmoe_megatron.separate.plan import latest_ends
-from flashmoe_megatron.separate.products import stack_of, store
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.separate.rows import RowExchange
-from flashmoe_megatron.separate.tensor import TensorGroup
-from flashmoe_megatron.separate.ways import Way, Ways
+from flashmoe_megatron.separate.steps import PLAIN, stack_of, store
+from flashmoe_megatron.separate.ways import TensorGroup, Way, Ways
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -125,7 +124,7 @@ def test_routes_are_cut_as_rows_are(routing: cases.Routing) -> None:
     """By part, then expert, then token; without any number that the host would have to know."""
     config = cases.make_config()
     inputs = cases.make_inputs(config, routing, [37], dtype=torch.float32)
-    found = plain.sort_routes(config, inputs.probs[0], inputs.routing_map[0])
+    found = PLAIN.sort_routes(config, inputs.probs[0], inputs.routing_map[0])
     counts = found.counts.tolist()
     begins = [sum(counts[:expert]) for expert in range(len(counts))]
     for degree in (1, 2, 3, 7):
@@ -134,7 +133,7 @@ def test_routes_are_cut_as_rows_are(routing: cases.Routing) -> None:
             for begin, count in zip(begins, counts, strict=True):
                 first = begin + sum(part_size(count, one, degree) for one in range(part))
                 order += range(first, first + part_size(count, part, degree))
-        cut = plain.cut_routes(found.token_idx, found.place, found.ends, degree)
+        cut = PLAIN.cut_routes(found.token_idx, found.place, found.ends, degree)
         assert cut.token_idx[: sum(counts)].tolist() == found.token_idx[order].tolist()
         for before, behind in zip(
             found.place.view(-1).tolist(), cut.place.view(-1).tolist(), strict=True
@@ -179,8 +178,8 @@ def watch_the_order(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.I
             (Ways, "collect"),
             (Exchange, "run"),
             (plan, "make_parts"),
-            (plain, "weighted_activation"),
-            (plain, "weighted_activation_backward"),
+            (PLAIN, "weighted_activation"),
+            (PLAIN, "weighted_activation_backward"),
         ):
             watch(owner, name)
         run(ScheduledBackend(config, group, degrees=(3, 2)), inputs, rank=dist.get_rank(group))
@@ -201,7 +200,7 @@ def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Input
     backend = ScheduledBackend(config, group, degrees=(3, 2))
     made, summed = [], []
     with pytest.MonkeyPatch.context() as patches:
-        room, sum_routes = Exchange.room, plain.sum_routes
+        room, sum_routes = Exchange.room, PLAIN.sum_routes
 
         def make(self: Exchange, calls: Any, like: torch.Tensor) -> Any:
             made.append(room(self, calls, like))
@@ -212,7 +211,7 @@ def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Input
             return sum_routes(rows, place)
 
         patches.setattr(Exchange, "room", make)
-        patches.setattr(plain, "sum_routes", add)
+        patches.setattr(PLAIN, "sum_routes", add)
         run(backend, inputs, rank=rank)
     num_routes = int(inputs.routing_map[rank].sum())
     assert [len(rows) for rows in summed] == [num_routes] * 2
@@ -509,17 +508,12 @@ def test_rows_of_all_ranks_that_share_experts_count_in_the_bound() -> None:
     # What comes is from two ranks of this group and two of the other one.
     told = {"own": [64] * 4, "received": [64] * 8, "all counts of this group": [64] * 8}
 
-    def check_bound(blocks: int, most: int, counts: object) -> None:
-        if blocks > most:
-            raise RowBoundError.of(0, blocks, most)
-
-    talk: Any = SimpleNamespace(rank=0, ranks=Ranks(None), check_bound=check_bound)
     exchange: Any = SimpleNamespace(needs_all_counts=True)
     found: Any = SimpleNamespace(counts=torch.tensor(told["own"]), routes=lambda *_: "routes")
     heard = Heard(torch.tensor(told["received"]).view(4, 2), lambda: [*chain(*told.values())])
     for most_blocks in (4, 3):
         tensor: Any = SimpleNamespace(rank=0)
-        agreement = Agreement(config, talk, tensor, exchange, most_blocks=most_blocks)
+        agreement = Agreement(config, Ranks(None), tensor, exchange, most_blocks=most_blocks)
         plan = partial(agreement.plan, heard, found, torch.empty(0), torch.empty(0))
         if most_blocks == 4:
             assert plan()[0] == "routes"
@@ -531,10 +525,10 @@ def test_rows_of_all_ranks_that_share_experts_count_in_the_bound() -> None:
 def test_a_gradient_that_is_a_view_is_written_where_it_is() -> None:
     """A gradient that owns its memory may take the values' own, for which nothing is copied."""
     base, values = torch.zeros(2, 3, 4), torch.randn(2, 3, 4)
-    products.store([WeightGrad(base.view(2, 3, 4), False)], values)
+    store([WeightGrad(base.view(2, 3, 4), False)], values)
     assert torch.equal(base, values)
     assert base.data_ptr() != values.data_ptr()
-    products.store([WeightGrad(base, False)], values)
+    store([WeightGrad(base, False)], values)
     assert base.data_ptr() == values.data_ptr()
 
 
@@ -711,10 +705,10 @@ def test_the_host_waits_for_counts_as_long_as_the_exchange_is_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exchange = mock.Mock(wait_on_host=mock.Mock(side_effect=LinkError("it broke")))
-    talk = RowExchange(cases.CONFIG, None)
-    agreement = Agreement(cases.CONFIG, talk, None, exchange, most_blocks=None)
+    ranks = ranks_of(cases.CONFIG, None)
+    agreement = Agreement(cases.CONFIG, ranks, None, exchange, most_blocks=None)
     agreement._here, arrived = mock.Mock(), mock.Mock()
-    monkeypatch.setattr(lanes, "mark", lambda device: arrived)
+    monkeypatch.setattr(streams, "mark", lambda device: arrived)
     wait = agreement.host_counts(mock.Mock(device=torch.device("cuda")))
     with pytest.raises(LinkError, match="it broke"):
         wait()
@@ -729,14 +723,14 @@ def exceed_the_bound(group: dist.ProcessGroup) -> list[str]:
     for exchange in ("direct", "2dh"):
         options = BackendOptions(row_bound=1.0, exchange=exchange)
         backend = ScheduledBackend(config, group, options=options, grid=HostGrid(2, 2, rank))
-        talk = backend._agreement._talk
-        with mock.patch.object(talk, "check_bound", wraps=talk.check_bound) as check:
+        agreement = backend._agreement
+        with mock.patch.object(agreement, "_swap", wraps=agreement._swap) as swap:
             run(backend, inputs, rank=rank)
             with pytest.raises(RowBoundError) as raised:
                 run(backend, crowded(config, inputs), rank=rank)
-        asked.append(check.call_count)
+        asked.append(swap.call_count)
         said.append(str(raised.value))
-    assert asked == [2, 0]
+    assert asked == [4, 0], "counts and the bound of two calls, or nothing but all counts"
     return said
 
 

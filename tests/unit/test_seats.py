@@ -16,7 +16,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.measured.fit import write_fit
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.separate.gaps import Window
+from flashmoe_megatron.separate.slices import Window
 from flashmoe_megatron.telemetry.record import MOST_OWNERS
 from tests.distributed import RankPool, refusal
 from tests.fits import make_fit

@@ -24,7 +24,7 @@ from flashmoe_megatron.adapters.probe import (
 )
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.separate.activations import activate
+from flashmoe_megatron.separate.steps import activate
 from flashmoe_megatron.touched import find_touched
 from flashmoe_megatron.weights import ExpertWeights
 

@@ -239,3 +239,15 @@ def test_readme_is_read_in_a_minute():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 150
     assert not [line for line in lines if len(line) > 110]
+
+
+def test_readme_has_a_short_table_of_one_feature_a_row():
+    text = (ROOT / "README.md").read_text()
+    _, _, table = text.partition("| | Megatron | DeepSpeed | PyTorch |\n")
+    rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[1:]]
+    assert 0 < len(rows) <= 15
+    assert all(len(row) == 4 for row in rows)
+    marks = {cell.strip(" |") for row in rows for cell in row[1:]}
+    assert {"yes", "no", "n/a"} <= marks
+    assert "*no*" in text
+    assert "*n/a*" in text

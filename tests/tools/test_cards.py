@@ -136,11 +136,11 @@ def test_a_card_says_what_it_misses() -> None:
     assert card["missing"][THEIRS.name] == "failed"
     assert len(card["missing"]) == len(arms_of(QWEN3)) - 1
     assert set(card["missing"].values()) == {"failed", "not run"}
-    text = markdown(card)
+    text = "\n".join(markdown(card))
     assert "| 0.200 (0.200 to 0.200) | 350 | 163,840 | 190.0 | 50.0 |" in text
     assert "10.00000, 9.10000, 8.10000" in text
     assert f"{THEIRS.name}: failed" in text
-    assert QWEN3.cuts in text
+    assert QWEN3.cuts in " ".join(markdown(card))
     assert "32,768 tokens a GPU and iteration, GPUs: 1.\n" in text
 
 
@@ -149,7 +149,7 @@ def test_runs_of_two_machines_are_told_apart() -> None:
     card = card_of(QWEN3, records, 1)
     assert card["power_limit"] == ["700 W", "500 W"]
     assert card["commit"] == ["abc", "xyz"]
-    assert "abc and xyz" in markdown(card)
+    assert "abc and xyz" in " ".join(markdown(card))
 
 
 def test_a_bound_is_a_record_with_its_need() -> None:
@@ -168,7 +168,7 @@ def test_a_bound_is_a_record_with_its_need() -> None:
     line = card_of(QWEN3, {OURS.name: kept}, 1)["arms"][0]
     assert line["row_need"] == pytest.approx((748 - 128) / 512, abs=1e-3)
     assert line["row_bound"] == 1
-    text = markdown(card_of(QWEN3, {OURS.name: kept}, 1))
+    text = "\n".join(markdown(card_of(QWEN3, {OURS.name: kept}, 1)))
     assert "ended by bound behind 16 iterations" in text
 
 

@@ -21,8 +21,8 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_program_of_the_readme(tmp_path: Path) -> None:
-    (source,) = (text for text in blocks(ROOT / "README.md", "python") if "MoEConfig" in text)
+def test_the_program_of_the_packages_page(tmp_path: Path) -> None:
+    (source,) = (text for text in blocks(PACKAGE / "README.md", "python") if "MoEConfig" in text)
     program = tmp_path / "program.py"
     program.write_text(source.replace("2048", "64"))  # fewer tokens, less time
     ran = subprocess.run(

@@ -11,6 +11,7 @@ from typing import Any
 from tools.bench import cards, common
 from tools.bench.cards.arms import arms_of
 from tools.bench.cards.card import card_of
+from tools.bench.cards.kept import kept_cards
 from tools.bench.cards.models import MODELS, Model
 from tools.bench.cards.page import markdown
 from tools.bench.cards.records import (
@@ -23,6 +24,7 @@ from tools.bench.cards.records import (
 )
 from tools.bench.cards.training import Started, command_of
 
+PICTURE = Path(__file__).with_name("end_to_end.svg")
 ENDING_S = 25.0
 """Left of the time when an arm's limit is over, for ending it and writing what came of it."""
 AHEAD = 8
@@ -42,6 +44,8 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run arms until the time is over")
     pages = commands.add_parser("pages", help="print the cards of what has been run")
+    drawing = commands.add_parser("picture", help="draw the README's picture of the kept records")
+    drawing.add_argument("--out", type=Path, default=PICTURE, help="the SVG file")
     for each in (run, pages):
         each.add_argument("--out", type=Path, default=Path("runs/cards"))
         each.add_argument("--models", nargs="+", choices=[model.name for model in MODELS])
@@ -53,11 +57,16 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--commit", help="what is measured, where the checkout has no git")
     run.add_argument("--list", action="store_true", help="print the commands, run none")
     options = parser.parse_args(arguments)
+    if options.command == "picture":
+        from tools.bench.cards.picture import draw  # wants matplotlib, which trainings do not
+
+        options.out.write_text(draw(kept_cards()))
+        return 0
     models = [each for each in MODELS if not options.models or each.name in options.models]
     if options.command == "pages":
         for model in models:
             records = read_records(folder_of(options.out, model, options.gpus))
-            print(markdown(card_of(model, records, options.gpus)))
+            print("\n".join(markdown(card_of(model, records, options.gpus))))
         return 0
     script = options.megatron / "pretrain_gpt.py"
     if options.list:

@@ -16,6 +16,16 @@ SHOWN = (1, 10, 20)
 """Iterations whose losses a card shows."""
 MACHINE = ("gpus", "power_limit", "max_sm_clock", "driver", "torch")
 """Facts that have to be the same for the figures of a card to be compared."""
+UNFUSED_GRADIENTS = "--no-gradient-accumulation-fusion"
+CHOICES = {
+    "--overlap-moe-expert-parallel-comm": "the overlap of exchanges with another micro-batch",
+    "--moe-shared-expert-overlap": "the overlap of shared experts",
+    "--flashmoe-spare-slots": "replicas",
+    "--flashmoe-placement": "lookahead",
+    "--flashmoe-pre-gate": "pre-gating",
+    "--flashmoe-multipath": "multipath",
+}
+"""Flags that a user may add, and what they switch on; a card names what no arm has."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +159,16 @@ def card_of(model: Model, records: Records, gpus: int) -> dict[str, Any]:
         "tokens_per_gpu": model.tokens,
         **{key: distinct(done, key) for key in ("commit", "megatron", *MACHINE)},
         "date": sorted({record["date"][:10] for record in done.values()}),
+        "unfused_gradients": names_with(UNFUSED_GRADIENTS, lines),
+        "off": [said for flag, said in CHOICES.items() if not names_with(flag, lines)],
         "arms": lines,
         "missing": missing,
     }
+
+
+def names_with(flag: str, lines: list[dict[str, Any]]) -> list[str]:
+    """Returns the names of the arms whose commands have a flag."""
+    return [line["arm"] for line in lines if flag in line["command"].split()]
 
 
 def distinct(records: Records, key: str) -> list[Any]:
@@ -175,6 +192,7 @@ def line_of(
         "band": None if band is None else band.said,
         "attention": record.get("attention", []),
         "command": record.get("command", ""),
+        "machine": {key: record.get(key) for key in MACHINE},
     }
     for key in ("busy_ms", "peak_gib", "sm_mhz", "watts"):
         line[key] = record.get(key)

@@ -1,20 +1,27 @@
 """Writes a card as markdown."""
 
+import textwrap
 from typing import Any
 
 NONE = "-"
+WIDTH = 110
 
 
-def markdown(card: dict[str, Any]) -> str:
-    """A card: what holds for all arms, and a table of them."""
-    each = f"{card['tokens_per_gpu']:,} tokens a GPU and iteration"
-    machine = ", ".join(f"{key} {_all(card[key])}" for key in ("gpus", "power_limit", "driver"))
+def markdown(card: dict[str, Any]) -> list[str]:
+    """Returns the lines of a card: what holds for all arms, and a table of them."""
+    said = [
+        f"Cut to {card['cuts']}. {card['tokens_per_gpu']:,} tokens a GPU and iteration, "
+        f"GPUs: {card['num_gpus']}.",
+        f"Commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, "
+        f"{' and '.join(', '.join(gpus) for gpus in card['gpus'])}, power limit "
+        f"{_all(card['power_limit'])}, driver {_all(card['driver'])}, torch {_all(card['torch'])}, "
+        f"{_all(card['date'])}.",
+        settings(card),
+    ]
     lines = [
         f"## {card['model']}",
         "",
-        f"Cut to {card['cuts']}. {each}, GPUs: {card['num_gpus']}.",
-        f"Commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, {machine}, "
-        f"torch {_all(card['torch'])}, {_all(card['date'])}.",
+        *(line for each in said for line in wrap(each)),
         "",
         "| arm | s an iteration | TFLOP/s a GPU | tokens/s a GPU | busy, ms | peak GiB | MHz | "
         "loss at 1, 10, 20 | in alltoall's band | row bound, need |",
@@ -24,8 +31,28 @@ def markdown(card: dict[str, Any]) -> str:
     ]
     if card["missing"]:
         said = "; ".join(f"{arm}: {why}" for arm, why in card["missing"].items())
-        lines += [f"Missing arms: {said}.", ""]
-    return "\n".join(lines)
+        lines += [*wrap(f"Missing arms: {said}."), ""]
+    return lines
+
+
+def settings(card: dict[str, Any]) -> str:
+    """Says which of Megatron's and flashmoe's options the arms go without."""
+    apart = [arm for arm in card["unfused_gradients"] if arm.startswith("alltoall")]
+    every = [line["arm"] for line in card["arms"] if line["arm"].startswith("alltoall")]
+    told = ""
+    if apart:
+        whose = "`alltoall`" if apart == every else ", ".join(apart)
+        told = (
+            f"{whose} runs without Megatron's fusion of gradient accumulation, which wants apex: "
+            "kernels of their own add its gradients in float32. flashmoe's launches add those of "
+            "experts themselves. "
+        )
+    return f"{told}All arms go without {', '.join(card['off'])}." if card["off"] else told.strip()
+
+
+def wrap(text: str) -> list[str]:
+    """The lines of a paragraph of a page."""
+    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def row(line: dict[str, Any]) -> str:

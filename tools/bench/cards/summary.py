@@ -1,0 +1,111 @@
+"""Writes what pages have of the kept cards: the README's comparison, and every card."""
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tools import markdown
+from tools.bench.cards.kept import Comparison, KeptCard, Side, comparisons, shown
+from tools.bench.cards.models import MODELS
+from tools.bench.cards.page import NONE, wrap
+from tools.bench.cards.page import markdown as text_of
+
+TITLES = (
+    "model",
+    "routing",
+    "s an iteration",
+    "GPU busy, %",
+    "TFLOP/s/GPU",
+    "tokens/s/GPU",
+    "peak GiB",
+    "gain",
+)
+
+
+def summary(cards: list[KeptCard]) -> list[str]:
+    """Returns the lines of the README's comparison of flashmoe with alltoall, model by model."""
+    chosen = shown(cards)
+    rows = [row for card in chosen for row in comparisons(card)]
+    machines = sorted({card.machine for card in chosen})
+    lines = [*wrap(said_gain(rows, machines)), ""]
+    names_machine = len(machines) > 1
+    lines += markdown.table(TITLES, (cells(row, names_machine) for row in rows))
+    absent = [
+        model.title for model in MODELS if all(card.model.name != model.name for card in chosen)
+    ]
+    if absent:
+        lines += ["", *wrap(f"No card yet: {', '.join(absent)}.")]
+    return lines
+
+
+def page(cards: list[KeptCard], folder: Path) -> list[str]:
+    """Returns the lines of all cards, with links from a page in a folder to their records."""
+    lines: list[str] = []
+    for each in cards:
+        again = f"python -m tools.bench.cards run --models {each.model.name} --gpus {each.num_gpus}"
+        records = f"[Records]({os.path.relpath(each.path, folder)}), made by `{again}`."
+        lines += [f"#{line}" if line.startswith("#") else line for line in text_of(each.card)]
+        lines += [*wrap(records), ""]
+    return lines[:-1]
+
+
+def said_gain(rows: list[Comparison], machines: list[str]) -> str:
+    """Says in a sentence how many times as long alltoall takes."""
+    bf16 = span(row.ratio for row in rows if not row.is_fp8)
+    fp8 = span(row.ratio for row in rows if row.is_fp8)
+    if not bf16:
+        return f"No pair is complete on {' and '.join(machines)}."
+    told = (
+        f"On {' and '.join(machines)}, an iteration takes {bf16} times as long with `alltoall` as "
+        "with flashmoe"
+    )
+    return f"{told}, and {fp8} times with `alltoall` in blockwise FP8." if fp8 else f"{told}."
+
+
+def span(ratios: Iterable[float | None]) -> str:
+    """Returns the least and the most of some numbers, "" of none."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return ""
+    least, most = f"{min(known):.1f}", f"{max(known):.1f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def cells(row: Comparison, names_machine: bool) -> list[str]:
+    """Returns the cells of a row."""
+    model = row.card.model.title
+    if row.is_fp8:
+        model += ", FP8"
+    if names_machine:
+        model += f", {row.card.machine}"
+    routing = "forced" if row.is_forced else "natural"
+    if row.graph == "pieces":
+        routing += ", pieces"
+    return [
+        model,
+        routing,
+        pair(row, "seconds", lambda value: f"{value:.3f}", says_why=True),
+        f"{busy(row.ours)} / {busy(row.theirs)}",
+        pair(row, "tflops", lambda value: f"{value:.0f}"),
+        pair(row, "tokens_per_s", lambda value: f"{value / 1e3:.1f}K"),
+        pair(row, "peak_gib", lambda value: f"{value:.1f}"),
+        NONE if row.ratio is None else f"{row.ratio:.1f}x",
+    ]
+
+
+def pair(row: Comparison, key: str, form: Callable[[float], str], *, says_why: bool = False) -> str:
+    """A number of both sides."""
+
+    def one(side: Side) -> str:
+        if side.line is None:
+            return side.why if says_why else NONE
+        return NONE if side.line[key] is None else form(side.line[key])
+
+    return f"{one(row.ours)} / {one(row.theirs)}"
+
+
+def busy(side: Side) -> str:
+    """The share of an iteration in which the GPU works."""
+    if side.line is None or side.line["busy_ms"] is None:
+        return NONE
+    return f"{side.line['busy_ms'] / side.line['seconds'] / 10:.0f}"

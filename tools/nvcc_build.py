@@ -23,6 +23,12 @@ CSRC = ROOT / "csrc"
 CACHE = ROOT / "build" / "nvcc"
 TOOLCHAIN = ROOT / "build" / "toolchain"  # where tools/setup_env.sh puts what it fetches
 
+PINS = ROOT / "tools" / "toolchain.txt"
+WAYS_OUT = (
+    "install the packages of tools/toolchain.txt (pip install -r), or set "
+    "FLASHMOE_SKIP_CUDA_BUILD=1 for an install without the kernel"
+)
+
 ARCH_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a"]  # wgmma and setmaxnreg need the "a" target
 COMPILE_FLAGS = [
     *ARCH_FLAGS,
@@ -190,14 +196,9 @@ def find_toolchain() -> Toolchain:
     Raises:
         BuildError: There is no nvcc, or no CUTLASS.
     """
-    spec = _find_package("cutlass_library")
-    if spec is None or spec.origin is None:
-        raise BuildError(
-            "CUTLASS not found: install the nvidia-cutlass package that pyproject.toml names "
-            "under [build-system], or set FLASHMOE_SKIP_CUDA_BUILD=1 for a Python-only install"
-        )
-    cutlass = Path(spec.origin).parent / "source" / "include"
-
+    cutlass = _packaged_cutlass()
+    if cutlass is None:
+        raise BuildError(f"CUTLASS not found: {WAYS_OUT}")
     home = os.environ.get("CUDA_HOME")
     if home:
         nvcc = Path(home) / "bin" / "nvcc"
@@ -211,15 +212,20 @@ def find_toolchain() -> Toolchain:
         # The packages lack the lib64 where nvcc looks.
         return Toolchain(nvcc, _release(nvcc), cutlass, packages / "lib")
 
-    found = shutil.which("nvcc")
+    found = _nvcc_in_path()
     if found is not None:
-        release = _release(Path(found))
-        if "release 13." in release:
-            return Toolchain(Path(found), release, cutlass)
-    raise BuildError(
-        "nvcc of CUDA 13 not found: set CUDA_HOME, install the packages that pyproject.toml names "
-        "under [build-system], or set FLASHMOE_SKIP_CUDA_BUILD=1 for a Python-only install"
-    )
+        return Toolchain(found, _release(found), cutlass)
+    raise BuildError(f"nvcc of CUDA 13 not found: set CUDA_HOME, {WAYS_OUT}")
+
+
+def missing_packages() -> list[str]:
+    """Returns the pinned packages that a build would need and does not find."""
+    pins = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
+    is_there = {
+        True: _packaged_cutlass() is not None,
+        False: bool(os.environ.get("CUDA_HOME") or _packaged_cuda() or _nvcc_in_path()),
+    }
+    return [pin for pin in pins if not is_there[pin.startswith("nvidia-cutlass")]]
 
 
 def build_library(
@@ -337,6 +343,20 @@ def _packaged_cuda() -> Path | None:
         if (root / "bin" / "nvcc").is_file() and (root / "nvvm" / "bin" / "cicc").is_file():
             return root
     return None
+
+
+def _packaged_cutlass() -> Path | None:
+    """Returns the folder of CUTLASS's headers, if nvidia-cutlass is installed here."""
+    spec = _find_package("cutlass_library")
+    if spec is None or spec.origin is None:
+        return None
+    return Path(spec.origin).parent / "source" / "include"
+
+
+def _nvcc_in_path() -> Path | None:
+    """Returns the nvcc of $PATH, if it is of CUDA 13."""
+    found = shutil.which("nvcc")
+    return Path(found) if found and "release 13." in _release(Path(found)) else None
 
 
 def _project_files(source: Path) -> set[Path]:

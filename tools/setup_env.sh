@@ -106,8 +106,7 @@ if [ "${FLASHMOE_SKIP_CUDA_BUILD:-}" != 1 ]; then
     else
         pattern='nvidia-'
     fi
-    mapfile -t packages < <(sed -n '/^\[build-system\]/,/^\]/p' pyproject.toml |
-        grep -o "\"$pattern[^\"]*\"" | tr -d '"')
+    mapfile -t packages < <(grep "^$pattern" tools/toolchain.txt)
     if [ "$(cat "$toolchain/installed" 2>/dev/null)" != "${packages[*]}" ]; then
         say "installing ${packages[*]}"
         rm -rf "$toolchain"

@@ -7,6 +7,8 @@ it. Loading the library compares the sizes of structs with its own.
 import ctypes
 import functools
 import os
+import platform
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -375,16 +377,29 @@ def library_path() -> Path:
     return Path(named)
 
 
+_PROCESSORS = {"x86_64": 62, "aarch64": 183}
+"""The processors' numbers in the header of an ELF file."""
+
+
 def _check_complete(path: Path) -> None:
-    """Refuses a file whose end is missing: the dynamic linker would crash where it would be.
+    """Refuses another processor's file, and a file whose end is missing.
+
+    The dynamic linker would crash where the end would be.
 
     Raises:
-        DeviceError: It is no ELF file, or shorter than its header says.
+        DeviceError: It is no ELF file, for another processor, or shorter than its header says.
     """
     with path.open("rb") as file:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF":
         raise DeviceError(f"{path.name} is no libflashmoe: it is no shared library")
+    built_for = int.from_bytes(header[18:20], "little")
+    if built_for != _PROCESSORS.get(platform.machine(), built_for):
+        names = {number: name for name, number in _PROCESSORS.items()}
+        raise DeviceError(
+            f"{path} is built for {names.get(built_for, 'another processor')}, wanted "
+            f"{platform.machine()}: build it here, with `pip install` of the source distribution"
+        )
     # The table of sections comes last in the file.
     start, entry_bytes, num_entries = (
         int.from_bytes(header[at:end], "little") for at, end in ((40, 48), (58, 60), (60, 62))
@@ -410,13 +425,20 @@ def load(path: Path | None = None) -> ctypes.CDLL:
     if not path.is_file():
         raise DeviceError(
             f"{path.name} is not installed: build it with `pip install .` where nvcc is "
-            "(without FLASHMOE_SKIP_CUDA_BUILD), or choose the backend 'reference'"
+            "(without FLASHMOE_SKIP_CUDA_BUILD), or choose the backend 'reference'; pip's cache "
+            "may hold a build without it, which --no-cache-dir leaves out"
         )
     _check_complete(path)
     try:
         library = ctypes.CDLL(str(path.resolve()))
         version = library.flashmoe_abi_version
     except (OSError, AttributeError) as error:
+        glibc = re.search(r"`GLIBC_([0-9.]+)' not found", str(error))
+        if glibc:
+            raise DeviceError(
+                f"{path} needs glibc {glibc[1]} or newer, got {' '.join(platform.libc_ver())}: "
+                "build it here, with `pip install` of the source distribution"
+            ) from error
         raise DeviceError(f"{path.name} is no libflashmoe: {error}") from error
     found = version()  # before any symbol that another version may lack
     if found != ABI_VERSION:

@@ -1,14 +1,22 @@
 """How the library is built and put into a wheel, with small sources in place of csrc/."""
 
+import json
+import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import nvcc_build
+from flashmoe_megatron import __version__
+from tools.release.environments import STEP
+from tools.release.wheel import ReleaseError, check
 
 GOOD = """
 #include "add.cuh"
@@ -122,35 +130,147 @@ def test_names_the_way_out_when_there_is_no_nvcc(monkeypatch, tmp_path):
         nvcc_build.find_toolchain()
 
 
-@pytest.mark.timeout(600)  # compiles csrc/ where its objects are not in the cache
-@pytest.mark.parametrize(
-    ("skip", "tag"), [("0", "py3-none-linux_"), ("1", "py3-none-any")], ids=["library", "python"]
-)
-def test_wheel(tmp_path, monkeypatch, skip, tag):
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(nvcc_build.ROOT / name, source)
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Makes a copy of the files that a build reads."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in"):
+        shutil.copy(nvcc_build.ROOT / name, folder)
+    for name in ("README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(nvcc_build.ROOT / name, folder)
     for name in ("csrc", "flashmoe_megatron", "tools"):
         shutil.copytree(
             nvcc_build.ROOT / name,
-            source / name,
+            folder / name,
             ignore=shutil.ignore_patterns("*.so", "__pycache__"),
         )
-    if nvcc_build.CACHE.is_dir():
-        shutil.copytree(nvcc_build.CACHE, source / "build" / "nvcc")
-    monkeypatch.setenv("FLASHMOE_SKIP_CUDA_BUILD", skip)
-    monkeypatch.setenv("PYTHONPATH", str(nvcc_build.TOOLCHAIN))
+    return folder
+
+
+def make_wheel(source: Path, out: Path) -> Path:
+    """Builds a wheel of a folder or of a source distribution, with what is installed here."""
     subprocess.run(
         [
             *(sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"),
-            *("--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, source),
+            *("--no-build-isolation", "--no-deps", "--no-cache-dir", "--wheel-dir", out, source),
         ],
         check=True,
     )
-    (wheel,) = tmp_path.glob("*.whl")
-    assert tag in wheel.name
-    names = zipfile.ZipFile(wheel).namelist()
-    assert ("flashmoe_megatron/libflashmoe.so" in names) == (skip == "0")
-    assert "flashmoe_megatron/py.typed" in names
-    assert not [name for name in names if name.startswith(("tests", "tools", "examples", "csrc"))]
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as opened:
+        return {name for name in opened.namelist() if ".dist-info/" not in name}
+
+
+@pytest.mark.timeout(600)  # compiles csrc/ where its objects are not in the cache
+def test_one_wheel_for_every_python(source, tmp_path, monkeypatch):
+    if nvcc_build.CACHE.is_dir():
+        shutil.copytree(nvcc_build.CACHE, source / "build" / "nvcc")
+    monkeypatch.setenv("FLASHMOE_SKIP_CUDA_BUILD", "0")
+    monkeypatch.setenv("PYTHONPATH", str(nvcc_build.TOOLCHAIN))
+    wheel = make_wheel(source, tmp_path)
+    assert wheel.name.startswith(f"flashmoe_megatron-{__version__}-py3-none-linux_")
+    names = names_in(wheel)
+    assert {"flashmoe_megatron/libflashmoe.so", "flashmoe_megatron/py.typed"} <= names
+    assert all(name.startswith("flashmoe_megatron/") for name in names)
+    check(wheel)
+    shown = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "show", wheel],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (glibc,) = re.findall(r'is consistent with\s+the following platform tag:\s+"(\w+)"', shown)
+    assert glibc in ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64"), shown
+    use_wheel(wheel, tmp_path / "used")
+
+
+def use_wheel(wheel: Path, folder: Path) -> None:
+    """Trains a layer with a wheel's package in an environment that has the tests' torch."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    here = Path(torch.__file__).parents[1]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"),
+            *("--no-deps", "--no-cache-dir", "--target", packages, wheel),
+        ],
+        check=True,
+    )
+    # Folders on PYTHONPATH come before those of .pth files, where the checkout is named.
+    environment = {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{here}"}
+    done = subprocess.run(
+        [python, "-c", STEP], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(packages) in done.stdout
+
+
+def test_a_build_without_the_kernel_says_so_in_its_version(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_SKIP_CUDA_BUILD", "1")
+    wheel = make_wheel(source, tmp_path)
+    assert wheel.name == f"flashmoe_megatron-{__version__}+nokernel-py3-none-any.whl"
+    with pytest.raises(ReleaseError, match=r"has no flashmoe_megatron/libflashmoe\.so"):
+        check(wheel)
+
+
+def test_wheel_and_sources_give_the_same_files(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_SKIP_CUDA_BUILD", "1")
+    from_checkout = make_wheel(source, tmp_path / "checkout")
+    command = "from setuptools import build_meta; build_meta.build_sdist('made')"
+    (source / "made").mkdir()
+    subprocess.run([sys.executable, "-c", command], cwd=source, check=True, capture_output=True)
+    (sources,) = (source / "made").glob("*.tar.gz")
+    assert sources.name == f"flashmoe_megatron-{__version__}.tar.gz"
+    assert names_in(make_wheel(sources, tmp_path / "sources")) == names_in(from_checkout)
+    with tarfile.open(sources) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames()}
+    compiled = {
+        str(path.relative_to(nvcc_build.ROOT))
+        for path in nvcc_build.CSRC.rglob("*")
+        if path.is_file()
+    }
+    assert compiled <= held
+    assert {"CHANGELOG.md", "LICENSE", "tools/nvcc_build.py", "tools/toolchain.txt"} <= held
+
+
+@pytest.mark.parametrize("skip", ["0", "1"])
+def test_a_compiler_is_fetched_only_where_it_is_used(source, monkeypatch, skip):
+    shutil.rmtree(source / "build", ignore_errors=True)
+    monkeypatch.setenv("FLASHMOE_SKIP_CUDA_BUILD", skip)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    for name in ("CUDA_HOME", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    program = """
+import json, sys
+sys.path = [each for each in sys.path if "site-packages" in each or "python3" in each]
+from importlib.machinery import PathFinder
+found = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: (
+    None if name in ("nvidia", "cutlass_library") else found(name, *rest)
+)
+from setuptools import build_meta
+json.dump(build_meta.get_requires_for_build_wheel(), open("asked.json", "w"))
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=source, check=True, capture_output=True)
+    asked = json.loads((source / "asked.json").read_text())
+    pins = [line for line in nvcc_build.PINS.read_text().splitlines() if "==" in line]
+    assert len(pins) == 6
+    assert asked == ([] if skip == "1" else pins)
+
+
+def test_an_index_gets_no_link_into_the_checkout(source, monkeypatch):
+    monkeypatch.setenv("FLASHMOE_SKIP_CUDA_BUILD", "1")
+    command = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('.')"
+    subprocess.run([sys.executable, "-c", command], cwd=source, check=True, capture_output=True)
+    (metadata,) = source.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    assert "pip install" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links
+    assert all(link.startswith(("https://", "#")) for link in links), links

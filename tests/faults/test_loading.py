@@ -2,6 +2,7 @@
 
 import ast
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -115,6 +116,34 @@ def test_what_is_no_library_is_an_error_with_its_name(kind: str, tmp_path: Path)
         (tmp_path / "other.c").write_text("int other(void) { return 1; }\n")
         subprocess.run(["cc", "-shared", "-fPIC", tmp_path / "other.c", "-o", path], check=True)
     with pytest.raises(DeviceError, match=r"libnamed\.so is (no libflashmoe|not installed)"):
+        bindings.load(path)
+
+
+def compiled(folder: Path) -> Path:
+    """Makes a shared library that asks for a version of glibc."""
+    source, path = folder / "other.c", folder / "libother.so"
+    source.write_text('#include <stdlib.h>\nint other(void) { return atoi(getenv("HOME")); }\n')
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", path], check=True)
+    return path
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="patches x86-64's machine code")
+def test_another_processors_library_is_named(tmp_path: Path):
+    path = compiled(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[18:20] = (183).to_bytes(2, "little")
+    path.write_bytes(content)
+    with pytest.raises(DeviceError, match="built for aarch64, wanted x86_64: build it here"):
+        bindings.load(path)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's glibc begins with 2.2.5")
+def test_a_newer_glibc_than_the_machines_is_named(tmp_path: Path):
+    path = compiled(tmp_path)
+    content = path.read_bytes()
+    assert b"GLIBC_2.2.5" in content
+    path.write_bytes(content.replace(b"GLIBC_2.2.5", b"GLIBC_9.9.9"))
+    with pytest.raises(DeviceError, match=r"needs glibc 9\.9\.9 or newer, got glibc \d"):
         bindings.load(path)
 
 

@@ -54,6 +54,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the doctor names the kernel where another backend ran",
+        "_name_of",
+        "isinstance(backend, KernelBackend)",
+        "True",
+        "tests/unit/test_doctor.py::test_a_layer_runs_without_a_gpu",
+    ),
+    Mutation(
+        "the doctor overlooks GPUs that do not reach each other in one direction",
+        "unreachable",
+        "itertools.permutations",
+        "itertools.combinations",
+        "tests/unit/test_doctor.py::test_gpus_that_do_not_reach_each_other",
+    ),
+    Mutation(
         "an expert of another rank of transformers is taken for the first here",
         "experts_forward",
         "masked_fill(is_elsewhere, -1)",
@@ -803,7 +817,7 @@ MUTATIONS = (
     ),
     Mutation(
         "NVLink multicast is used",
-        "allocate",
+        "_interface",
         'os.environ["NVSHMEM_DISABLE_NVLS"] = "1"',
         "pass",
         "tests/unit/test_group_memory.py"

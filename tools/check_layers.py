@@ -31,7 +31,7 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["errors", "_version", "streams", "touched"],
+    ["errors", "_version", "releases", "streams", "touched"],
     ["config", "driver", "torch_groups"],
     ["ending", "planner", "replicas", "weights"],
     ["ranks"],
@@ -50,6 +50,8 @@ PYTHON = [
     ["data_parallel", "gates", "measured"],
     ["adapters"],
     ["autoload", "calibrate", "deepspeed", "run", "schedule", "torchtitan", "transformers"],
+    ["doctor"],
+    ["__main__"],
 ]
 KERNEL = [
     ["bindings"],
@@ -114,7 +116,7 @@ MEGATRON_BUCKETS = [
     ["ddp"],
 ]
 DEEPSPEED = [
-    ["experts", "forwards", "routes", "settings", "versions"],
+    ["experts", "forwards", "routes", "settings"],
     ["routed"],
     ["layers", "metrics", "slices"],
     ["autoep", "native", "refusals"],
@@ -126,6 +128,11 @@ TRANSFORMERS = [
     ["experts"],
     ["parallel"],
     ["register"],
+]
+DOCTOR = [
+    ["fact"],
+    ["attention", "driver_release", "installed", "machine"],
+    ["trial"],
 ]
 PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
@@ -249,6 +256,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),
         *violations(python_edges(PACKAGE, "separate"), SEPARATE),
         *violations(python_edges(PACKAGE, "measured"), MEASURED),
+        *violations(python_edges(PACKAGE, "doctor"), DOCTOR),
         *violations(python_edges(PACKAGE, "adapters"), ADAPTERS),
         *violations(python_edges(PACKAGE, "adapters/megatron"), MEGATRON),
         *violations(python_edges(PACKAGE, "adapters/megatron/config"), MEGATRON_CONFIG),

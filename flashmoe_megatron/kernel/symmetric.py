@@ -22,6 +22,7 @@ LINK_TRIAL_BYTES = 32 * 2**20
 MOST_LINK_COPIES = 32
 """In how many copies at most. A heap that would take more tells nothing, since copies that small
 last as long as their begins."""
+TRIAL_BYTES = 2 * 2**20
 
 _TORCH_NAMES: dict[SymmetricMemory, Literal["CUDA", "NVSHMEM"]] = {
     "cuda": "CUDA",
@@ -79,13 +80,7 @@ def allocate(
         local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         return SymmetricAllocation(local, (local.data_ptr(),))
 
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
-    import torch.distributed._symmetric_memory as symm_mem
-
-    name = _TORCH_NAMES[kind]
-    if symm_mem.get_backend(device) != name:  # the default one cannot be set by name
-        symm_mem.set_backend(name)
+    symm_mem = _interface(kind, device)
     problem = None
     try:
         local = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
@@ -102,6 +97,31 @@ def allocate(
     # Ranks that plan replicas by it have to agree.
     rate = float(_least(int(_link_rate(handle, nbytes, device)), ranks, device))
     return SymmetricAllocation(local, tuple(int(at) for at in handle.buffer_ptrs), rate)
+
+
+def try_alone(device: torch.device, kind: SymmetricMemory = "cuda") -> None:
+    """Allocates a little on one GPU, which shows whether there can be any. Not collective.
+
+    Raises:
+        HeapError: There is none; says what torch says.
+    """
+    try:
+        _interface(kind, device).empty(TRIAL_BYTES, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise HeapError(f"symmetric memory ({kind}) cannot be allocated: {reason}") from error
+
+
+def _interface(kind: SymmetricMemory, device: torch.device) -> Any:
+    """Returns torch's interface, set to a kind of memory, with multicast switched off."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
+    import torch.distributed._symmetric_memory as symm_mem
+
+    name = _TORCH_NAMES[kind]
+    if symm_mem.get_backend(device) != name:  # the default one cannot be set by name
+        symm_mem.set_backend(name)
+    return symm_mem
 
 
 def _link_rate(handle: Any, nbytes: int, device: torch.device) -> float:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron.adapters.deepspeed.versions import OLDEST
+from flashmoe_megatron.releases import DEEPSPEED, text_of
 
 REPOSITORY = Path(__file__).parents[2]
-RELEASE = ".".join(str(number) for number in OLDEST)
+RELEASE = text_of(DEEPSPEED.oldest)
 INSTALLED = REPOSITORY / "build" / f"deepspeed-{RELEASE}"
 """Where tools/setup_env.sh installs it, apart from the release of the other tests."""
 

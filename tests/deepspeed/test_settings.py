@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flashmoe_megatron.adapters.deepspeed.settings import Settings, read_settings, resolve_alias
-from flashmoe_megatron.adapters.deepspeed.versions import version_problem
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.releases import DEEPSPEED
 from tests.distributed import PATIENCE_S
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -108,7 +108,7 @@ def test_alias() -> None:
 
 @pytest.mark.parametrize("version", ["0.19.5", "0.19.8", "0.19.8+unknown"])
 def test_tested_releases(version: str) -> None:
-    assert version_problem(version) is None
+    assert DEEPSPEED.problem(version) is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_tested_releases(version: str) -> None:
     ],
 )
 def test_other_releases(version: str, age: str) -> None:
-    problem = version_problem(version)
+    problem = DEEPSPEED.problem(version)
     assert problem is not None
     assert f"DeepSpeed {version} is {age} than the tested releases 0.19.5 to 0.19.8" in problem
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.doctor import attention
 from flashmoe_megatron.kernel import backend as kernel
 from flashmoe_megatron.kernel import bindings
 from tools.bench.bench_training.logs import read_log
@@ -227,8 +228,8 @@ def test_the_attention_that_was_chosen(answer: tuple[Any, ...], name: str, tmp_p
     assert choose() is answer
     choose()
     assert watch.seen["attention"] == [name]
-    assert watched.is_fused([name]) == (name in ("flash", "cudnn"))
-    assert not watched.is_fused(["cudnn", name, "unfused"])
+    assert attention.is_fused([name]) == (name in ("flash", "cudnn"))
+    assert not attention.is_fused(["cudnn", name, "unfused"])
 
 
 def test_unfused_attention_ends_a_run_behind_its_first_iteration(

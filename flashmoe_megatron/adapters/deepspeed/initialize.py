@@ -22,9 +22,9 @@ from flashmoe_megatron.adapters.deepspeed.settings import (
     read_settings,
     resolve_alias,
 )
-from flashmoe_megatron.adapters.deepspeed.versions import versions_problem
 from flashmoe_megatron.adapters.patch import original_of, patch
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.releases import DEEPSPEED
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -127,7 +127,7 @@ def _attach(engine: Any, settings: Settings) -> dict[str, str]:
     )
     if not settings.enabled:
         return _left_alone(engine, f"{SECTION}.enabled is false")
-    problem = versions_problem([release for _, release in told])
+    problem = DEEPSPEED.problem_of_ranks([release for _, release in told])
     if problem is not None:
         if settings.fallback == "error":
             raise ConfigError(

@@ -22,11 +22,11 @@ import torch
 
 from flashmoe_megatron import run
 from flashmoe_megatron.adapters.patch import patch, when_imported
+from flashmoe_megatron.doctor import attention
 from tools.bench.cards.models import RECORDED
 
 LISTED = 12
 """Names of activities that are listed; the GPU waits longest for these."""
-ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 TURN = "CARDS_TURN"
 """The variable that names a file; a run begins on its GPU when the file is there."""
 UNFUSED_STATUS = 3
@@ -52,7 +52,7 @@ class Watch:
 
         def get_attention_backend(*args: Any, **kwargs: Any) -> Any:
             answer = original(*args, **kwargs)
-            name = name_of_attention(answer)
+            name = attention.name_of_attention(answer)
             if name not in self.seen["attention"]:
                 self.seen["attention"].append(name)
             return answer
@@ -105,7 +105,7 @@ class Watch:
         Raises:
             SystemExit: Transformer Engine has said that attention is unfused, or nothing.
         """
-        if is_fused(self.seen["attention"]):
+        if attention.is_fused(self.seen["attention"]):
             return
         got = ", ".join(self.seen["attention"]) or "no attention of Transformer Engine's"
         print(f"error: got {got}, wanted fused attention in all layers", file=sys.stderr)
@@ -130,20 +130,6 @@ def wait_for_turn(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return initialize_megatron
-
-
-def name_of_attention(answer: tuple[Any, ...]) -> str:
-    """Returns the name of the attention that Transformer Engine has chosen."""
-    is_flash, _, is_cudnn, _, is_unfused, *_ = answer
-    names = {"flash": is_flash, "cudnn": is_cudnn, "unfused": is_unfused}
-    # That is its own order of preference, where several are true.
-    return next((name for name, is_chosen in names.items() if is_chosen), "none")
-
-
-def is_fused(attention: Iterable[str]) -> bool:
-    """Returns whether Transformer Engine has chosen a fused attention in every layer."""
-    chosen = set(attention)
-    return bool(chosen) and chosen <= {"flash", "cudnn"}
 
 
 def flops_of_an_iteration() -> float:
@@ -197,7 +183,9 @@ def main(arguments: list[str]) -> None:
     watch = Watch(Path(arguments[0]), iterations)
 
     when_imported("flashmoe_megatron.kernel.backend", watch.watch_launches)
-    when_imported(ATTENTION, lambda m: patch(m, "get_attention_backend", watch.chosen_attention))
+    when_imported(
+        attention.MODULE, lambda m: patch(m, "get_attention_backend", watch.chosen_attention)
+    )
     when_imported(
         "megatron.training.initialize", lambda m: patch(m, "initialize_megatron", wait_for_turn)
     )

@@ -32,7 +32,7 @@ from arguments import add_model_and_data, count
 from attention import Attention
 from flashmoe_megatron import FlashMoELayer, MoEConfig, gates, prepare_for_ddp
 from flashmoe_megatron.telemetry.metrics import compute_metrics
-from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
+from flashmoe_megatron.telemetry.reporter import Reduction, agree_layout
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 from leave import leave
 from python_sources import read_sources

@@ -3,8 +3,7 @@
 import torch
 
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.measured.fit import HOST, Beside, Fit, machine_of
-from flashmoe_megatron.measured.line import Line
+from flashmoe_megatron.measured.fit import HOST, Beside, Fit, Line, machine_of
 
 
 def make_fit(

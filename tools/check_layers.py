@@ -42,7 +42,6 @@ PYTHON = [
     ["checks", "eager", "expert_group", "multipath"],
     ["call"],
     ["kernel", "hosts", "oracle"],
-    ["measured.line"],
     ["measured.fit"],
     ["separate"],
     ["select", "autograd", "own_router"],
@@ -86,7 +85,7 @@ SEPARATE = [
     ["reference"],
 ]
 MEASURED = [
-    ["clock", "files", "layer", "line", "start"],
+    ["clock", "files", "start"],
     ["calibration", "fit"],
     ["machine", "trace", "two_gpus"],
     ["__main__"],
@@ -146,7 +145,7 @@ EXCHANGES = {
     "separate/agreement.py",
     "separate/exchange.py",
     "separate/ways.py",
-    "telemetry/reduce.py",  # sums of figures, without a wait
+    "telemetry/reporter.py",  # sums of figures, without a wait
 }
 COLLECTIVES = {
     f"{verb}{form}"

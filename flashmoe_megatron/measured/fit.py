@@ -6,6 +6,8 @@ Nothing is taken from a file of another machine: it is refused, with both machin
 import dataclasses
 import math
 import os
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ from flashmoe_megatron.checks import TOKEN_DTYPES
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.measured import files
-from flashmoe_megatron.measured.line import Line
 from flashmoe_megatron.options import ExchangeKind
 
 FILE = files.Kind(
@@ -25,6 +26,12 @@ FILE = files.Kind(
     version=2,
     wanted="; wanted a file of python -m flashmoe_megatron.schedule fit",
 )
+ROUNDS = 50
+TUKEY = 4.685
+"""A time this many deviations away from a line has no weight, as in Tukey's biweight."""
+LEAST_DEVIATION = 0.03
+"""The least deviation of times from a line, as a part of the median one: a collective's rate
+rises with its size, so that its times bend by as much, and none of them is to be taken for late."""
 DTYPES = {str(one).removeprefix("torch."): one for one in TOKEN_DTYPES}
 ALONE = ("product", "copy")
 """Lines of one rank; sizes are floating-point operations and bytes written."""
@@ -34,6 +41,25 @@ HOST = ("host_forward", "host_backward")
 """Lines of the host that issues a pass of a layer; sizes are parts."""
 LEVELS = ("all_to_all_within", "all_to_all_rail")
 """Lines of one host's ranks and of one place's, where there are several of both."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The seconds of a size: ``alpha_s + size * beta_s``.
+
+    Attributes:
+        alpha_s: Seconds of any size.
+        beta_s: Seconds for each unit.
+        r_squared: Share of the times' variance that the line explains.
+    """
+
+    alpha_s: float
+    beta_s: float
+    r_squared: float
+
+    def time_s(self, size: float) -> float:
+        """Returns the seconds of a size."""
+        return self.alpha_s + size * self.beta_s
 
 
 @dataclass(frozen=True)
@@ -173,3 +199,55 @@ def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = No
 
 def _are_at_least(least: float, *values: Any) -> bool:
     return all(type(one) in (int, float) and least <= one < math.inf for one in values)
+
+
+def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
+    """Fits a line by least squares of errors over times, weighted less the larger an error is.
+
+    A time is taken to vary as a sum of independent ones does: its variance grows with it. Relative
+    errors would give as much to a time of 40 us as to one of 700, which a schedule is made of.
+
+    Args:
+        sizes: At least two different ones, none negative.
+        times_s: Each one's, above 0.
+
+    Returns:
+        The line. Neither of its terms is negative.
+    """
+    if len(set(sizes)) < 2 or len(sizes) != len(times_s) or min(times_s) <= 0:
+        raise ValueError(f"sizes {sizes} and times {times_s}: wanted two sizes, times above 0")
+    weights = [1.0] * len(sizes)
+    least = LEAST_DEVIATION * statistics.median(times_s) ** 0.5
+    alpha = beta = 0.0
+    for _ in range(ROUNDS):
+        before = alpha, beta
+        alpha, beta = _weighted(sizes, times_s, weights)
+        errors = [(alpha + beta * n - t) / t**0.5 for n, t in zip(sizes, times_s, strict=True)]
+        deviation = statistics.median(map(abs, errors)) / 0.6745  # if they are normal ones
+        spread = max(deviation, least)
+        far = [error / (TUKEY * spread) for error in errors]
+        weights = [(1 - one * one) ** 2 if abs(one) < 1 else 0.0 for one in far]
+        if math.isclose(before[0], alpha, rel_tol=1e-9) and math.isclose(before[1], beta):
+            break
+    mean = statistics.fmean(times_s)
+    left = sum((alpha + beta * n - t) ** 2 for n, t in zip(sizes, times_s, strict=True))
+    whole = sum((t - mean) ** 2 for t in times_s)
+    return Line(alpha, beta, 1 - left / whole if whole else float(left == 0))
+
+
+def _weighted(
+    sizes: Sequence[float], times_s: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Solves ``alpha + beta * n = t`` by least squares over t; both terms are at least 0."""
+    rows = [(w / t, n, t) for n, t, w in zip(sizes, times_s, weights, strict=True)]
+    s, st = sum(w for w, _, _ in rows), sum(w * t for w, _, t in rows)
+    sn = sum(w * n for w, n, _ in rows)
+    snn, snt = sum(w * n * n for w, n, _ in rows), sum(w * n * t for w, n, t in rows)
+    determinant = s * snn - sn * sn
+    alpha = (st * snn - sn * snt) / determinant if determinant else -1.0
+    beta = (s * snt - sn * st) / determinant if determinant else -1.0
+    if beta < 0:
+        return st / s, 0.0
+    if alpha < 0:
+        return 0.0, snt / snn
+    return alpha, beta

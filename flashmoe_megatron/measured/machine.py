@@ -17,9 +17,8 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.measured import start
 from flashmoe_megatron.measured.clock import Clock, Work
-from flashmoe_megatron.measured.fit import Beside, Fit, machine_of, write_fit
-from flashmoe_megatron.measured.layer import RandomLayer
-from flashmoe_megatron.measured.line import fit_line
+from flashmoe_megatron.measured.fit import Beside, Fit, fit_line, machine_of, write_fit
+from flashmoe_megatron.measured.start import RandomLayer
 from flashmoe_megatron.options import BackendOptions, ExchangeKind, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.backend import ScheduledBackend, steps_for

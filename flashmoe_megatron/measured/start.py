@@ -1,4 +1,4 @@
-"""The ranks that torchrun has started for a measurement, and the arguments that they share."""
+"""The ranks that torchrun has started for a measurement, its arguments, and a layer to measure."""
 
 import argparse
 import os
@@ -11,6 +11,8 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_name
 from flashmoe_megatron.ranks import Ranks
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
 class Started(NamedTuple):
@@ -83,3 +85,49 @@ def dtype_of(name: str | None, device: torch.device) -> torch.dtype:
     found = getattr(torch, name or ("bfloat16" if device.type == "cuda" else "float32"))
     assert isinstance(found, torch.dtype)
     return found
+
+
+class RandomLayer:
+    """A layer with random inputs; each rank draws its own."""
+
+    def __init__(
+        self, backend: ScheduledBackend, num_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Draws this rank's tokens, their routes and the weights of experts that no rank shares."""
+        config = backend.config
+        generator = torch.Generator(device).manual_seed(backend.rank)
+        noise = torch.rand(num_tokens, config.num_experts, device=device, generator=generator)
+        self._map = torch.zeros_like(noise, dtype=torch.bool)
+        self._map.scatter_(1, noise.topk(config.topk, dim=1).indices, True)
+
+        def random(*shape: int) -> torch.Tensor:
+            values = torch.empty(shape, device=device, dtype=dtype)
+            return values.normal_(std=shape[-1] ** -0.5, generator=generator)
+
+        local = config.num_local_experts
+        self._weights = ExpertWeights(
+            (random(local, config.fc1_rows, config.hidden),),
+            (random(local, config.hidden, config.intermediate),),
+        )
+        self._x, self._grad = random(num_tokens, config.hidden), random(num_tokens, config.hidden)
+        self._probs = self._map.float() / config.topk
+        self._backend = backend
+
+    def forward(self) -> Any:
+        """Runs a forward. Collective over the backend's group.
+
+        Returns:
+            What :meth:`backward` takes.
+        """
+        _, saved = self._backend.forward(
+            self._x, self._probs, self._map, self._weights, training=True
+        )
+        return saved
+
+    def backward(self, saved: Any) -> None:
+        """Runs the backward of a forward. Collective over the backend's group."""
+        grads = [
+            [WeightGrad(torch.empty_like(one), False) for one in kind]
+            for kind in (self._weights.fc1, self._weights.fc2)
+        ]
+        self._backend.backward(self._grad, saved, self._weights, *grads)

@@ -14,7 +14,7 @@ from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.measured import files, start
 from flashmoe_megatron.measured.fit import machine_of
-from flashmoe_megatron.measured.layer import RandomLayer
+from flashmoe_megatron.measured.start import RandomLayer
 from flashmoe_megatron.options import LAYER_SIZES, BackendOptions, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.backend import ScheduledBackend

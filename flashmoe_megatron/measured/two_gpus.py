@@ -31,7 +31,7 @@ from flashmoe_megatron.options import (
 )
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.telemetry.record import DIRECTIONS
-from flashmoe_megatron.telemetry.reduce import Reduction, agree_layout
+from flashmoe_megatron.telemetry.reporter import Reduction, agree_layout
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 from flashmoe_megatron.weights import ExpertWeights
 

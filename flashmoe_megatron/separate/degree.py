@@ -21,8 +21,7 @@ import torch.distributed as dist
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.measured.fit import Fit, machine_of, read_fit
-from flashmoe_megatron.measured.line import Line
+from flashmoe_megatron.measured.fit import Fit, Line, machine_of, read_fit
 from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.ranks import Ranks, by_rank

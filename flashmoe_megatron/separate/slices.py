@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_megatron import streams
-from flashmoe_megatron.measured.line import Line
+from flashmoe_megatron.measured.fit import Line
 from flashmoe_megatron.separate.degree import Pass, time_of
 
 PARTS = (1, 1 / 2, 1 / 8, 1 / 32, 1 / 128)

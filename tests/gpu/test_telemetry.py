@@ -15,9 +15,8 @@ from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.telemetry.metrics import compute_metrics
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
-from flashmoe_megatron.telemetry.reduce import Reduction
 from flashmoe_megatron.telemetry.registry import METRICS
-from flashmoe_megatron.telemetry.reporter import Reporter
+from flashmoe_megatron.telemetry.reporter import Reduction, Reporter
 from flashmoe_megatron.telemetry.totals import LayerPlace, Layout, Totals
 from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps

@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import differential_evolution
 
 from flashmoe_megatron import streams
-from flashmoe_megatron.measured.line import Line
+from flashmoe_megatron.measured.fit import Line
 from flashmoe_megatron.separate.degree import Pass, Stage, time_of
 from flashmoe_megatron.separate.slices import (
     GradientSlices,

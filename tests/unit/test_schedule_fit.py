@@ -29,13 +29,13 @@ from flashmoe_megatron.measured.fit import (
     Beside,
     Fit,
     Machine,
+    fit_line,
     machine_of,
     read_fit,
     write_fit,
 )
-from flashmoe_megatron.measured.layer import RandomLayer
-from flashmoe_megatron.measured.line import fit_line
 from flashmoe_megatron.measured.machine import PARTS, Sizes, _hosts, even_ratios, measure
+from flashmoe_megatron.measured.start import RandomLayer
 from flashmoe_megatron.measured.trace import trace
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.select import select_backend

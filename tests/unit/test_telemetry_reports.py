@@ -22,9 +22,13 @@ from flashmoe_megatron.separate.records import MOST_RECORDS
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry import reporter as reporters
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
-from flashmoe_megatron.telemetry.reduce import Reduction, agree_calibration, agree_layout
 from flashmoe_megatron.telemetry.registry import METRICS
-from flashmoe_megatron.telemetry.reporter import Reporter
+from flashmoe_megatron.telemetry.reporter import (
+    Reduction,
+    Reporter,
+    agree_calibration,
+    agree_layout,
+)
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, TensorBoardSink, WandbSink
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 from flashmoe_megatron.weights import ExpertWeights

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from flashmoe_megatron.doctor.driver_release import driver
 from flashmoe_megatron.doctor.fact import Fact, as_json, as_screen
-from flashmoe_megatron.doctor.installed import environment, frameworks, software
+from flashmoe_megatron.doctor.installed import environment, frameworks, installation, software
 
 BROKEN = 2
 NO_KERNEL = 1
@@ -29,6 +29,7 @@ def facts() -> Iterator[Fact]:
     """Yields all facts; ends early where torch is missing, too old or broken."""
     found = [software(), driver()]
     yield from found
+    yield installation()
     yield environment()
     yield from frameworks()
     if found[0].is_broken:

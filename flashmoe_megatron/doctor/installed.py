@@ -1,9 +1,12 @@
 """The software that is installed, and the environment; no torch is needed."""
 
+import json
 import os
 import platform
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 from flashmoe_megatron._version import __version__
 from flashmoe_megatron.doctor.fact import Fact
@@ -43,6 +46,40 @@ def software() -> Fact:
         "torch": torch,
     }
     return Fact("software", value, ", ".join(texts), problem or "", is_broken=bool(problem))
+
+
+def installation() -> Fact:
+    """Says where this package is, and what other installation of it is found or hidden."""
+    here = Path(__file__).resolve().parents[1]
+    found = {}
+    for each in metadata.distributions(name="flashmoe-megatron"):
+        place = _place_of(each)
+        # Building leaves metadata in the checkout, which is no installation.
+        if place.suffix != ".egg-info":
+            found.setdefault(place, f"{each.version} of {place}")
+    problem = ""
+    if len(found) > 1:
+        problem = (
+            f"{len(found)} installations are found: {', '.join(found.values())}; pip uninstall "
+            "flashmoe-megatron until none is left, then install one"
+        )
+    elif found and here.parent not in found:
+        problem = (
+            f"{here} is loaded, which hides the installation {next(iter(found.values()))}: start "
+            "in another folder, or uninstall it"
+        )
+    return Fact("installation", str(here), str(here), problem)
+
+
+def _place_of(distribution: metadata.Distribution) -> Path:
+    """Returns the folder that a distribution's package is in; an editable one names it."""
+    said = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if said.get("dir_info", {}).get("editable"):
+        return Path(unquote(urlparse(said["url"]).path)).resolve()
+    place = Path(str(distribution.locate_file(""))).resolve()
+    if (place / "flashmoe_megatron.egg-info").is_dir():
+        return place / "flashmoe_megatron.egg-info"
+    return place
 
 
 def frameworks() -> Iterator[Fact]:

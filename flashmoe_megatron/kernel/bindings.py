@@ -393,13 +393,6 @@ def _check_complete(path: Path) -> None:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF":
         raise DeviceError(f"{path.name} is no libflashmoe: it is no shared library")
-    built_for = int.from_bytes(header[18:20], "little")
-    if built_for != _PROCESSORS.get(platform.machine(), built_for):
-        names = {number: name for name, number in _PROCESSORS.items()}
-        raise DeviceError(
-            f"{path} is built for {names.get(built_for, 'another processor')}, wanted "
-            f"{platform.machine()}: build it here, with `pip install` of the source distribution"
-        )
     # The table of sections comes last in the file.
     start, entry_bytes, num_entries = (
         int.from_bytes(header[at:end], "little") for at, end in ((40, 48), (58, 60), (60, 62))
@@ -407,6 +400,13 @@ def _check_complete(path: Path) -> None:
     wanted, size = start + entry_bytes * num_entries, path.stat().st_size
     if size < wanted:
         raise DeviceError(f"{path.name} is no libflashmoe: {size} bytes of {wanted} are there")
+    built_for = int.from_bytes(header[18:20], "little")
+    if built_for != _PROCESSORS.get(platform.machine(), built_for):
+        names = {number: name for name, number in _PROCESSORS.items()}
+        raise DeviceError(
+            f"{path} is built for {names.get(built_for, 'another processor')}, wanted "
+            f"{platform.machine()}: build it here, with `pip install` of the source distribution"
+        )
 
 
 @functools.cache

@@ -319,3 +319,27 @@ def test_a_torch_that_sees_no_gpu_says_why(
     if words:
         monkeypatch.setattr(torch.cuda, "init", make)
         assert words in machine.gpus(has_driver=True).problem
+
+
+def make_installation(folder: Path, version: str, url: str | None = None) -> Path:
+    info = folder / f"flashmoe_megatron-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: flashmoe-megatron\nVersion: {version}\n")
+    if url is not None:
+        said = {"url": url, "dir_info": {"editable": True}}
+        (info / "direct_url.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_two_installations_are_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_installation(tmp_path / "one", "0.2.0", ROOT.as_uri())
+    monkeypatch.setattr(sys, "path", [str(one)])
+    fact = installed.installation()
+    assert (fact.value, fact.problem) == (str(ROOT / "flashmoe_megatron"), "")
+    two = make_installation(tmp_path / "two", "0.1.0")
+    monkeypatch.setattr(sys, "path", [str(one), str(two)])
+    problem = installed.installation().problem
+    assert problem.startswith(f"2 installations are found: 0.2.0 of {ROOT}, 0.1.0 of {two}; pip")
+    monkeypatch.setattr(sys, "path", [str(two)])
+    hidden = f"{ROOT / 'flashmoe_megatron'} is loaded, which hides the installation 0.1.0 of {two}"
+    assert installed.installation().problem.startswith(hidden)

@@ -51,7 +51,7 @@ def software() -> Fact:
 def installation() -> Fact:
     """Says where this package is, and what other installation of it is found or hidden."""
     here = Path(__file__).resolve().parents[1]
-    found = {}
+    found: dict[Path, str] = {}
     for each in metadata.distributions(name="flashmoe-megatron"):
         place = _place_of(each)
         # Building leaves metadata in the checkout, which is no installation.

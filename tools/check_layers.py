@@ -48,6 +48,7 @@ PYTHON = [
     ["layer"],
     ["data_parallel", "gates", "measured"],
     ["adapters"],
+    ["bench"],
     ["autoload", "calibrate", "deepspeed", "run", "schedule", "torchtitan", "transformers"],
     ["doctor"],
     ["__main__"],
@@ -88,6 +89,18 @@ MEASURED = [
     ["clock", "files", "start"],
     ["calibration", "fit"],
     ["machine", "trace", "two_gpus"],
+    ["__main__"],
+]
+BENCH = [
+    ["machine", "shapes", "stopwatch", "style"],
+    ["described", "timer"],
+    ["problem"],
+    ["correctness"],
+    ["unfused"],
+    ["layers", "megatron_layer"],
+    ["measure"],
+    ["picture", "table"],
+    ["command"],
     ["__main__"],
 ]
 ADAPTERS = [
@@ -137,6 +150,8 @@ PACKAGE = Path("flashmoe_megatron")
 EVERYWHERE = "__init__"  # names the public, so it may know all
 AGREES = "ranks.py"
 EXCHANGES = {
+    "bench/correctness.py",  # all ranks' tokens, for the oracle
+    "bench/unfused.py",
     "data_parallel.py",  # experts and their gradients between replicas
     "hosts/rail.py",
     "multipath/group_link.py",
@@ -256,6 +271,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "separate"), SEPARATE),
         *violations(python_edges(PACKAGE, "measured"), MEASURED),
         *violations(python_edges(PACKAGE, "doctor"), DOCTOR),
+        *violations(python_edges(PACKAGE, "bench"), BENCH),
         *violations(python_edges(PACKAGE, "adapters"), ADAPTERS),
         *violations(python_edges(PACKAGE, "adapters/megatron"), MEGATRON),
         *violations(python_edges(PACKAGE, "adapters/megatron/config"), MEGATRON_CONFIG),

@@ -84,6 +84,7 @@ PLAIN = (
     "flashmoe_megatron/adapters/transformers/register.py",
     "flashmoe_megatron/autograd.py",
     "flashmoe_megatron/autoload.py",
+    "flashmoe_megatron/bench",
     "flashmoe_megatron/calibrate.py",
     "flashmoe_megatron/call.py",
     "flashmoe_megatron/checks.py",

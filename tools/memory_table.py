@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench.problem import make_problem
+from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
@@ -32,7 +34,6 @@ from flashmoe_megatron.weights import WeightGrad
 from tools.arguments import not_negative, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log
-from tools.bench.shapes import SHAPES, Shape, make_problem
 
 MIB = 2**20
 TIMEOUT_S = 20.0

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_megatron import planner
+from flashmoe_megatron.bench.shapes import SHAPES
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel.memory import MemoryPlan, check_slots_fit, plan_memory
 from tests.unit import cases
 from tools import memory_table
-from tools.bench.shapes import SHAPES
 
 MIB = 2**20
 MOST_ROUTES = 2**19

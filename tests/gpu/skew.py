@@ -23,13 +23,13 @@ from pathlib import Path
 
 import torch
 
+from flashmoe_megatron.bench.shapes import SHAPES
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.kernel.symmetric import SymmetricAllocation
 from flashmoe_megatron.replicas.policy import When
 from flashmoe_megatron.telemetry.record import LaunchRecord, Phase
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu.virtual import VirtualLayer, device, streams, streams_ahead
-from tools.bench.shapes import SHAPES
 
 RANKS = 8
 HOST_CYCLES = 40_000_000

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tools.bench.megatron_layer import moe_submodules
+from flashmoe_megatron.bench.megatron_layer import moe_submodules
 
 
 def make_layer(

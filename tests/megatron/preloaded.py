@@ -4,7 +4,8 @@ import importlib
 
 from examples import cpu_bridge
 
-importlib.import_module("tools.bench.stopwatch")  # asks for a GPU, which the bridge then answers
+# This asks for a GPU before the bridge answers in its place.
+importlib.import_module("flashmoe_megatron.bench.stopwatch")
 cpu_bridge.enable()  # has to come before Megatron
 for name in (
     "core.dist_checkpointing",

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench import stopwatch
 from tests.megatron.layers import make_layer
-from tools.bench import common, stopwatch
+from tools.bench import common
 
 CALLS = 8
 """Calls of a turn."""

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench.correctness import GATE, relative_errors
+from flashmoe_megatron.bench.megatron_layer import MegatronLayer
+from flashmoe_megatron.bench.problem import Router, make_problem
+from flashmoe_megatron.bench.shapes import Shape
 from tests.distributed import RankPool
 from tests.megatron.harness import Layout, prepare
-from tools.bench.correctness import relative_errors
-from tools.bench.layers import GATE
-from tools.bench.megatron_layer import MegatronLayer
-from tools.bench.shapes import Router, Shape, make_problem
 
 
 def measured_errors(group: dist.ProcessGroup, gated: bool) -> list[dict[str, float]]:

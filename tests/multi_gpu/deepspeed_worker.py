@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.deepspeed import attach
 from tests.multi_gpu.jobs import tell
 from tools.bench.bench_training.decoder import (
@@ -36,7 +37,6 @@ from tools.bench.bench_training.decoder import (
     step,
     text_batches,
 )
-from tools.bench.shapes import Shape
 
 CASE_LIMIT_S = 90
 KERNEL_TIMEOUT_S = 10

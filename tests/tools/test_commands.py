@@ -13,6 +13,11 @@ import torch
 
 import machine_code
 import nvcc_build
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.correctness import GATE
+from flashmoe_megatron.bench.problem import Problem, make_problem
+from flashmoe_megatron.bench.shapes import Shape
+from flashmoe_megatron.bench.timer import Timer
 from flashmoe_megatron.measured.fit import write_fit
 from tests.fits import make_fit
 from tools import check_prose, memory_table
@@ -23,14 +28,10 @@ from tools.bench import (
     bench_peers,
     common,
     compare_libraries,
-    layers,
+    gate,
     multipath,
-    stopwatch,
 )
 from tools.bench.bench_training import logs
-from tools.bench.common import Timer
-from tools.bench.layers import GATE
-from tools.bench.shapes import Problem, Shape, make_problem
 from tools.timeline import __main__ as timeline
 
 ROOT = Path(__file__).parents[2]
@@ -95,9 +96,9 @@ def test_a_baseline_that_is_not_installed_is_left_out(capsys, monkeypatch) -> No
 
 @pytest.mark.parametrize("error", [GATE * 1.01, float("nan")])
 def test_nothing_wrong_is_measured(error: float) -> None:
-    layers.require_gate("small", {"out": GATE, "grad_x": 0.0})
+    gate.require_gate("small", {"out": GATE, "grad_x": 0.0})
     with pytest.raises(SystemExit, match="small: relative L2 error .*, wanted at most 0.006"):
-        layers.require_gate("small", {"out": error, "grad_x": 0.0})
+        gate.require_gate("small", {"out": error, "grad_x": 0.0})
 
 
 @pytest.mark.library

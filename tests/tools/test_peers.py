@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.bench.correctness import GATE
+from flashmoe_megatron.bench.problem import Problem, make_problem
+from flashmoe_megatron.bench.shapes import Shape
 from tools.bench import bench_peers, common, peers_report
 from tools.bench.bench_peers import ALL, GROUPS, examined, expected, main
-from tools.bench.layers import GATE
 from tools.bench.peers import PEERS, Layer, stacked
-from tools.bench.shapes import Problem, Shape, make_problem
 
 SMALL = Shape(513, 64, 64, 8, 2, gated=True)
 

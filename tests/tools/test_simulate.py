@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from tools.simulate import __main__ as command
 from tools.simulate import figures as figures_file
 from tools.simulate import predict

@@ -9,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench import layers, stopwatch
+from flashmoe_megatron.bench.correctness import GATE, relative_errors, routed_errors
+from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer, without_grad
+from flashmoe_megatron.bench.problem import Problem, Router, make_problem
+from flashmoe_megatron.bench.shapes import ODD_SHAPES, SHAPES, Shape, shape_of
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
-from tools.bench import bench_layer, compare_libraries, layers, multipath, stopwatch
+from tools.bench import bench_layer, compare_libraries, multipath
 from tools.bench.bench_layer import DTYPES, early_timing, routed_calls, router_weight_for
 from tools.bench.compare_libraries import Worker
-from tools.bench.correctness import relative_errors, routed_errors
-from tools.bench.layers import GATE, FusedLayer, UnfusedLayer, without_grad
-from tools.bench.shapes import ODD_SHAPES, SHAPES, Problem, Router, Shape, make_problem, shape_of
 from tools.timeline import __main__ as timeline
 from tools.timeline import capture
 
@@ -309,7 +311,7 @@ def test_a_wrong_layer_is_not_recorded_over_time(
 
 
 def test_a_backend_without_early_gradients_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr("tools.bench.common.wait_for_all", lambda: None)
+    monkeypatch.setattr("tools.bench.bench_layer.wait_for_all", lambda: None)
     problem = make(1, gated=False)
     layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
     with pytest.raises(SystemExit, match="are not early"):

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashmoe_megatron.bench.shapes import ODD_SHAPES
 from tools.arguments import not_negative, parser_of
-from tools.bench.shapes import ODD_SHAPES
 from tools.gpu_check import run_bounded, torchrun
 
 KERNEL = ["--kernel", "--graph", "--row-bound", "1.2", "--grads", "main_grad"]

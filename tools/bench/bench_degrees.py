@@ -26,15 +26,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from examples import cpu_bridge
 from examples.arguments import count
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.correctness import relative_errors
+from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer, kernel_layer, without_grad
+from flashmoe_megatron.bench.megatron_layer import MegatronLayer
+from flashmoe_megatron.bench.problem import Problem, make_problem
+from flashmoe_megatron.bench.shapes import Shape, shape_of, shares_of
+from flashmoe_megatron.bench.timer import Timer
 from flashmoe_megatron.measured.fit import read_fit
 from tools.arguments import not_negative, parser_of
-from tools.bench import common, stopwatch
-from tools.bench.common import Record, Timer, log
-from tools.bench.correctness import relative_errors
-from tools.bench.layers import FusedLayer, UnfusedLayer, kernel_layer, pass_gate, without_grad
-from tools.bench.megatron_layer import MegatronLayer
-from tools.bench.shapes import Problem, Shape, make_problem, shape_of, shares_of
+from tools.bench import common
+from tools.bench.common import Record, log
+from tools.bench.gate import pass_gate
 
 Layer = FusedLayer | UnfusedLayer | MegatronLayer
 
@@ -46,10 +51,22 @@ SIZES = (
 SHAPES = [f"{tokens}x{sizes}" for tokens in (2048, 4096, 8192) for sizes in SIZES.split()]
 """Gated, by tokens of a rank, hidden, intermediate, experts and top-k."""
 
+
+def megatron_layer(problem: Problem) -> MegatronLayer:
+    """Megatron's own layer; without a GPU something answers for one.
+
+    Raises:
+        ImportError: Megatron-Core or Transformer Engine is not installed.
+    """
+    if not problem.x.is_cuda:
+        cpu_bridge.enable()
+    return MegatronLayer(problem)
+
+
 BESIDE: dict[str, Callable[[Problem], Layer]] = {
     "kernel": partial(kernel_layer, use_main_grad=False, row_bound=common.ROW_BOUND),
     "unfused": partial(UnfusedLayer, use_main_grad=False),
-    "megatron": MegatronLayer,
+    "megatron": megatron_layer,
 }
 """Other layers that can be timed in the same run, by name."""
 

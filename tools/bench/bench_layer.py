@@ -38,32 +38,26 @@ import torch.distributed as dist
 
 from examples.arguments import count
 from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.correctness import relative_errors, routed_errors
+from flashmoe_megatron.bench.layers import (
+    FusedLayer,
+    UnfusedLayer,
+    kernel_layer,
+    replayed,
+    without_grad,
+)
+from flashmoe_megatron.bench.problem import Problem, Router, make_problem
+from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, Shape, shape_of, shares_of
+from flashmoe_megatron.bench.timer import Timer, Timing, timing_of, wait_for_all
+from flashmoe_megatron.bench.unfused import dispatch, experts
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.layer import RouterOutput, moe_router_forward
 from flashmoe_megatron.telemetry.record import Direction
 from tools.arguments import exponent, not_negative, parser_of, row_bound, share
-from tools.bench import common, stopwatch
-from tools.bench.common import Record, Timer, Timing, log
-from tools.bench.correctness import relative_errors, routed_errors
-from tools.bench.layers import (
-    FusedLayer,
-    UnfusedLayer,
-    kernel_layer,
-    pass_gate,
-    replayed,
-    without_grad,
-)
-from tools.bench.shapes import (
-    ALL_SHAPES,
-    SHAPES,
-    Problem,
-    Router,
-    Shape,
-    make_problem,
-    shape_of,
-    shares_of,
-)
-from tools.bench.unfused import dispatch, experts
+from tools.bench import common
+from tools.bench.common import Record, log
+from tools.bench.gate import pass_gate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAUNCHES_IN_ROW = 3  # only the last one is taken: it follows the others without a gap
@@ -102,7 +96,7 @@ def early_timing(fused: FusedLayer, iterations: int) -> Timing:
     """Times a forward and backward from an idle GPU until fc2's gradients are complete."""
     found = []
     for _ in range(iterations):
-        common.wait_for_all()
+        wait_for_all()
         begin = stopwatch.now()
         fused.forward_and_backward()
         early = fused.backend.early_fc2_grads()
@@ -112,7 +106,7 @@ def early_timing(fused: FusedLayer, iterations: int) -> Timing:
             end = stopwatch.now()
         stopwatch.synchronize()
         found.append(stopwatch.between_ms(begin, end))
-    return common.timing_of(found)
+    return timing_of(found)
 
 
 def kernel_timing(
@@ -125,14 +119,14 @@ def kernel_timing(
     """
     found = []
     for _ in range(iterations):
-        common.wait_for_all()
+        wait_for_all()
         backend.take_records()
         for _ in range(LAUNCHES_IN_ROW):
             call()
         torch.cuda.synchronize()
         launches = [one for one in backend.take_records() if one.direction == direction]
         found.append(launches[-1].duration_ns / 1e6)
-    return common.timing_of(found)
+    return timing_of(found)
 
 
 class Ceilings:

@@ -31,14 +31,17 @@ from typing import Any
 import torch
 
 from examples.arguments import count
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.correctness import GATE, expert_results, worst_of
+from flashmoe_megatron.bench.layers import replayed, without_grad
+from flashmoe_megatron.bench.problem import Problem, make_problem
+from flashmoe_megatron.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
+from flashmoe_megatron.bench.timer import Timer
 from tools.arguments import parser_of
-from tools.bench import common, peers, stopwatch
-from tools.bench.common import Record, Timer, log
-from tools.bench.correctness import expert_results, worst_of
-from tools.bench.layers import GATE, replayed, without_grad
+from tools.bench import common, peers
+from tools.bench.common import Record, log
 from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
-from tools.bench.shapes import SHAPES, Problem, Shape, make_problem
-from tools.bench.stopwatch import in_turns, turn_ms
 
 PASSES = ("forward", "forward_and_backward")
 EXAMINED = ("errors", "repeats", "kept_bytes")

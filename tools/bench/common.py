@@ -7,20 +7,19 @@ import argparse
 import datetime
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.machine import machine_here
+from flashmoe_megatron.bench.timer import Timer
 from flashmoe_megatron.kernel import bindings
-from tools.bench import stopwatch
 
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
@@ -52,102 +51,15 @@ def machine(commit: str | None = None) -> dict[str, Any]:
     Args:
         commit: What is measured, where the checkout does not know.
     """
-    gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
-    try:
-        query = ("--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
-        driver, clock, power = _output("nvidia-smi", *query).splitlines()[0].split(", ")
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        driver, clock, power = "unknown", "unknown", "unknown"
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or commit_of_checkout(),
-        "gpus": [gpu.name for gpu in gpus],
-        "compute_capabilities": [f"{gpu.major}.{gpu.minor}" for gpu in gpus],
-        "driver": driver,
-        "max_sm_clock": clock,
-        "power_limit": power,
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **machine_here(),
     }
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The times of one call over several iterations, each the slowest rank's, in milliseconds."""
-
-    median_ms: float
-    min_ms: float
-    max_ms: float
-    iterations: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """The times for a record, in tenths of microseconds."""
-        return {name: round(value, 4) for name, value in asdict(self).items()}
 
 
 ROW_BOUND = 1.25
 """The rows of one launch, plan and all, as a multiple of the mean; uniform routing needs less."""
-
-
-def slowest(times: Sequence[float]) -> list[float]:
-    """The slowest rank's times, from this one's. Collective over the default group, if any."""
-    found = torch.tensor(times, dtype=torch.float64, device=stopwatch.device_here())
-    if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return list(found.tolist())
-
-
-def timing_of(milliseconds: Sequence[float]) -> Timing:
-    """The slowest rank's, from this one's. Collective over the default group, if there is one."""
-    ordered = sorted(slowest(milliseconds))
-    return Timing(
-        median_ms=statistics.median(ordered),
-        min_ms=ordered[0],
-        max_ms=ordered[-1],
-        iterations=len(ordered),
-    )
-
-
-def wait_for_all() -> None:
-    """Waits until all GPUs of the default group are idle, or this one without it. Collective."""
-    stopwatch.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-        stopwatch.synchronize()
-
-
-class Timer:
-    """Times calls on all ranks of the default group, or on one GPU (or processor) without a group.
-
-    Each iteration starts from an idle GPU and, with several ranks, after a barrier, so that launch
-    and synchronization gaps count, as they do for a user. An iteration's time is the slowest
-    rank's.
-
-    Args:
-        iterations: Timed calls, at least 1.
-        warmup: Calls before them.
-    """
-
-    def __init__(self, iterations: int, warmup: int) -> None:
-        if iterations < 1 or warmup < 0:
-            raise ValueError(f"iterations={iterations}, warmup={warmup}: wanted >= 1 and >= 0")
-        self.iterations = iterations
-        self.warmup = warmup
-
-    def __call__(self, call: Callable[[], object]) -> Timing:
-        """Times ``call``. Collective over the default group if there is one."""
-        for _ in range(self.warmup):
-            call()
-        found = []
-        for _ in range(self.iterations):
-            wait_for_all()
-            begin = stopwatch.now()
-            call()
-            end = stopwatch.now()
-            stopwatch.synchronize()
-            found.append(stopwatch.between_ms(begin, end))
-        return timing_of(found)
 
 
 def cublas_tflops(timer: Timer) -> float:

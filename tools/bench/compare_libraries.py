@@ -26,14 +26,16 @@ from pathlib import Path
 import torch
 
 from examples.arguments import count
+from flashmoe_megatron.bench.correctness import relative_errors
+from flashmoe_megatron.bench.layers import kernel_layer, without_grad
+from flashmoe_megatron.bench.problem import make_problem
+from flashmoe_megatron.bench.shapes import SHAPES, shares_of
+from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.kernel import bindings
 from tools.arguments import parser_of
 from tools.bench import common
 from tools.bench.common import log
-from tools.bench.correctness import relative_errors
-from tools.bench.layers import kernel_layer, pass_gate, without_grad
-from tools.bench.shapes import SHAPES, make_problem, shares_of
-from tools.bench.stopwatch import in_turns, turn_ms
+from tools.bench.gate import pass_gate
 
 PASSES = ("forward", "forward_and_backward")
 

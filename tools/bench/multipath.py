@@ -36,6 +36,11 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from examples.arguments import count
+from flashmoe_megatron.bench.correctness import relative_errors
+from flashmoe_megatron.bench.layers import kernel_layer
+from flashmoe_megatron.bench.problem import make_problem
+from flashmoe_megatron.bench.shapes import SHAPES
+from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
 from flashmoe_megatron.multipath.control import Control
@@ -48,10 +53,7 @@ from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
 from tools.arguments import not_negative, positive
 from tools.bench import common
-from tools.bench.correctness import relative_errors
-from tools.bench.layers import kernel_layer, require_gate
-from tools.bench.shapes import SHAPES, make_problem
-from tools.bench.stopwatch import in_turns, turn_ms
+from tools.bench.gate import require_gate
 
 PUBLISHED = (
     ("all_reduce", 2, 139, 175),

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.problem import Problem
+from flashmoe_megatron.bench.unfused import GroupedWeights, unfused_layer
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.weights import ExpertWeights
-from tools.bench import stopwatch
-from tools.bench.shapes import Problem
-from tools.bench.unfused import GroupedWeights, unfused_layer
 
 ROW_BOUND = 1.05
 """Rows of one of our launches, as a multiple of the routes, which are all on this GPU."""

@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flashmoe_megatron.bench import style
+from flashmoe_megatron.bench.correctness import worst_of
+from flashmoe_megatron.bench.shapes import Shape
 from tools import markdown
 from tools.arguments import parser_of
 from tools.bench.bench_peers import PASSES, SETTINGS
 from tools.bench.common import read_record
-from tools.bench.correctness import worst_of
 from tools.bench.peers import PEERS
-from tools.bench.shapes import Shape
-from tools.weak_scaling import style
 
 OURS = "flashmoe"
 FINENESS = {"F >= 1024": (1024, 2**31), "512 <= F < 1024": (512, 1023), "F < 512": (1, 511)}

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from examples.arguments import count
+from flashmoe_megatron.bench.shapes import SHAPES
 from tools import simulate
 from tools.arguments import parser_of, positive, run_command
 from tools.bench.common import ROOT
-from tools.bench.shapes import SHAPES
 from tools.simulate import figures as figures_file
 from tools.simulate.figures import FigureError, Figures, Fitted
 from tools.simulate.fit import Comparison, compare, fit

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tools.bench.shapes import SHAPES, Shape
-from tools.weak_scaling.style import tokens_label
+from flashmoe_megatron.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.style import tokens_label
 
 FITTED_SHAPES = ("paper-1k", "paper-16k-e64", "qwen3-30b", "mixtral-8x7b")
 """The model is fitted to these shapes, on any number of GPUs: the ends of the ranges of tokens and

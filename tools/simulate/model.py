@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.config import TILE_M
-from tools.bench.shapes import Shape
 from tools.simulate.figures import Figures, Fitted
 from tools.simulate.routing import ELEMENT_BYTES, Load, busiest_rank
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flashmoe_megatron.bench.shapes import Shape
+from flashmoe_megatron.bench.style import ACCENT, FUSED, NEUTRAL, UNFUSED, new_figure, save
 from tools import markdown
-from tools.bench.shapes import Shape
 from tools.simulate.figures import Figures, Fitted
 from tools.simulate.measured import Measurement
 from tools.simulate.model import Times, simulate
 from tools.simulate.routing import maximal_incast_volume
-from tools.weak_scaling.style import ACCENT, FUSED, NEUTRAL, UNFUSED, new_figure, save
 
 FEWEST_EXPERTS = 64
 COUNTS = tuple(2**power for power in range(13))

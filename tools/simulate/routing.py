@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.bench.shapes import Shape
+from flashmoe_megatron.bench.shapes import Shape
 
 SEED = 1
 ELEMENT_BYTES = 2

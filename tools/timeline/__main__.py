@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from examples.arguments import count
+from flashmoe_megatron.bench.shapes import SHAPES
 from tools import timeline
 from tools.arguments import parser_of, row_bound, run_command
-from tools.bench.shapes import SHAPES
 from tools.timeline.records import LaunchTrace, TraceError
 
 

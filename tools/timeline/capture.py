@@ -15,12 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.bench.correctness import relative_errors
+from flashmoe_megatron.bench.layers import FusedLayer, kernel_layer
+from flashmoe_megatron.bench.problem import make_problem
+from flashmoe_megatron.bench.shapes import SHAPES, shares_of
+from flashmoe_megatron.bench.timer import wait_for_all
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.backend import KernelBackend
 from tools.bench import common
-from tools.bench.correctness import relative_errors
-from tools.bench.layers import FusedLayer, kernel_layer, pass_gate
-from tools.bench.shapes import SHAPES, make_problem, shares_of
+from tools.bench.gate import pass_gate
 from tools.timeline.records import (
     LaunchTrace,
     Layout,
@@ -119,7 +122,7 @@ def capture(options: argparse.Namespace) -> int:
     with recorder.recording():
         offset = _host_offset(recorder, layer, layout, backend.num_ctas)
         recorder.taken.clear()
-        common.wait_for_all()
+        wait_for_all()
         # The second one is kept: its launches follow on others without a gap, as in training.
         for _ in range(3):
             layer.forward_and_backward()
@@ -164,7 +167,7 @@ def _host_offset(
     """
     bounds = []
     for _ in range(CLOCK_ROUNDS):
-        common.wait_for_all()
+        wait_for_all()
         with torch.no_grad():
             layer()
         asked = recorder.launched_ns

@@ -8,10 +8,10 @@ from matplotlib.colors import to_rgba_array
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from flashmoe_megatron.bench.style import new_figure, save
 from tools.timeline.clock import on_common_axis
 from tools.timeline.records import LaunchTrace
 from tools.timeline.states import ACTORS, NOTHING, PRODUCTS, Kinds, Painted, State, paint
-from tools.weak_scaling.style import new_figure, save
 
 SAMPLES = 1000  # over the picture's ten inches
 SHOWN_SMS = 3

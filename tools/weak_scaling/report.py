@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from flashmoe_megatron.bench.style import COLORS, legend_below, new_figure, save, tokens_label
 from tools.markdown import table
 from tools.weak_scaling.points import (
     IMPLEMENTATIONS,
@@ -14,7 +15,6 @@ from tools.weak_scaling.points import (
     read_results,
     read_settings,
 )
-from tools.weak_scaling.style import COLORS, legend_below, new_figure, save, tokens_label
 
 
 def metrics_of(measured: Measured, point: Point) -> dict[str, float]:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.bench.style import COLORS, NEUTRAL, legend_below, new_figure, save
 from tools.arguments import parser_of
 from tools.markdown import table
 from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job
-from tools.weak_scaling.style import COLORS, NEUTRAL, legend_below, new_figure, save
 from tools.weak_scaling.wandb_log import RunLog
 
 LARGE = {

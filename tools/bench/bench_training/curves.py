@@ -100,7 +100,7 @@ def draw(record: Path) -> list[Path]:
     Returns:
         The files written.
     """
-    from tools.weak_scaling.style import ACCENT, FUSED, NEUTRAL, UNFUSED, new_figure, save
+    from flashmoe_megatron.bench.style import ACCENT, FUSED, NEUTRAL, UNFUSED, new_figure, save
 
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     losses = {line["run"]: line["losses"] for line in lines}

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.deepspeed import initialize
-from tools.bench.shapes import Shape
 
 Family = Literal["native", "autoep"]
 Batch = tuple[torch.Tensor, torch.Tensor]

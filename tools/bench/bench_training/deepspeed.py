@@ -29,6 +29,9 @@ import torch.distributed as dist
 from examples.arguments import count
 from examples.leave import leave
 from examples.python_sources import read_sources
+from flashmoe_megatron.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.stopwatch import synchronize
+from flashmoe_megatron.bench.timer import slowest
 from flashmoe_megatron.deepspeed import attach
 from tools.arguments import not_negative, parser_of, row_bound
 from tools.bench import common
@@ -48,8 +51,6 @@ from tools.bench.bench_training.decoder import (
 )
 from tools.bench.bench_training.runs import Run
 from tools.bench.common import Record, log
-from tools.bench.shapes import SHAPES, Shape
-from tools.bench.stopwatch import synchronize
 
 KERNEL_TIMEOUT_S = 15
 """Bounds the kernel's waits for a peer, so that it speaks before the watchdog does."""
@@ -114,7 +115,7 @@ def train(
         times.append((time.perf_counter() - begin) * 1e3)
     peak = torch.tensor([torch.cuda.max_memory_allocated() if HAS_GPU else 0], device=device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    run = Run(experts.name, mean_over_ranks(losses), common.slowest(times))
+    run = Run(experts.name, mean_over_ranks(losses), slowest(times))
     release(engine)
     faulthandler.cancel_dump_traceback_later()
     return run, int(peak)

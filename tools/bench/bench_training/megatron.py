@@ -28,13 +28,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from tools.bench.stopwatch import HAS_GPU
+from flashmoe_megatron.bench.stopwatch import HAS_GPU
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 import torch.distributed as dist
 
 import pretrain_moe
+from flashmoe_megatron.bench.timer import slowest
 from leave import leave
 from tools.arguments import not_negative
 from tools.bench import common
@@ -98,7 +99,7 @@ def train(name: str, dispatcher: str, dataset: Any, args: argparse.Namespace) ->
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()
-    return Run(name, losses, common.slowest(times))
+    return Run(name, losses, slowest(times))
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:

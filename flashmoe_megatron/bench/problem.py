@@ -1,147 +1,19 @@
-"""The layers that are measured, and random data for them."""
+"""Random tokens, weights and routing of one rank for a layer that is measured."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.bench.shapes import Shape
+from flashmoe_megatron.bench.stopwatch import device_here
+from flashmoe_megatron.bench.timer import everyone
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.weights import ExpertWeights
-from tools.bench.stopwatch import device_here
 
 SEED = 1000
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One layer, as its expert-parallel group sees it.
-
-    Attributes:
-        tokens: Tokens of one rank.
-        hidden: Model width.
-        intermediate: FFN width of one expert.
-        num_experts: Experts of the whole group.
-        topk: Experts that each token selects.
-        gated: SwiGLU if true, else GELU.
-    """
-
-    tokens: int
-    hidden: int
-    intermediate: int
-    num_experts: int
-    topk: int
-    gated: bool
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of one rank's forward, at a perfect balance."""
-        products = 3 if self.gated else 2
-        return 2 * products * self.tokens * self.topk * self.hidden * self.intermediate
-
-    def config(self, num_ranks: int) -> MoEConfig:
-        """The layer on this many ranks."""
-        return MoEConfig(
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            num_experts=self.num_experts,
-            topk=self.topk,
-            activation=Activation.SILU if self.gated else Activation.GELU,
-            gated=self.gated,
-            num_ranks=num_ranks,
-            max_tokens=self.tokens,
-        )
-
-    def one_of(self, num_ranks: int) -> "Shape":
-        """One rank's share of the experts with as many rows, for one GPU.
-
-        Raises:
-            ConfigError: The experts cannot be shared out evenly.
-        """
-        if self.num_experts % num_ranks:
-            raise ConfigError(f"{self.num_experts} experts: wanted a multiple of {num_ranks} ranks")
-        return replace(self, num_experts=self.num_experts // num_ranks)
-
-
-def _paper(tokens: int, num_experts: int) -> Shape:
-    return Shape(tokens, 2048, 2048, num_experts, 2, gated=False)
-
-
-SHAPES = {
-    "paper-1k": _paper(1024, 64),
-    "paper-4k": _paper(4096, 64),
-    "paper-8k": _paper(8192, 64),
-    "paper-16k-e8": _paper(16384, 8),
-    "paper-16k-e64": _paper(16384, 64),
-    "paper-16k-e128": _paper(16384, 128),
-    "qwen3-30b": Shape(8192, 2048, 768, 128, 8, gated=True),
-    "mixtral-8x7b": Shape(8192, 4096, 14336, 8, 2, gated=True),
-    "deepseek-v3-e64": Shape(4096, 7168, 2048, 64, 8, gated=True),
-}
-"""The kernel is meant for these layers, and measured by them."""
-
-ODD_SHAPES = {
-    "qwen3-30b-t777": Shape(777, 2048, 768, 128, 8, gated=True),
-    "qwen1.5-a2.7b": Shape(8192, 2048, 1408, 60, 4, gated=True),
-    "deepseek-v2-lite": Shape(8192, 2048, 1408, 64, 6, gated=True),
-    "deepseek-v2": Shape(4096, 5120, 1536, 160, 6, gated=True),
-}
-"""Tokens, a rank's experts or columns of a product are no multiple of a tile here."""
-
-CCFUSER_SHAPES = {
-    "m-gpt": Shape(8192, 768, 3072, 64, 2, gated=False),
-    "m-bert": Shape(16384, 768, 3072, 64, 2, gated=False),
-    "m-transxl": Shape(8192, 512, 2048, 64, 2, gated=False),
-    **{
-        f"m-gpt-e{count}": Shape(8192, 768, 3072, count, 2, gated=False) for count in (4, 8, 16, 32)
-    },
-}
-"""CCFuser's three models and its sweep over experts; FFNs, of unknown width, are four times H."""
-
-ALL_SHAPES = {**SHAPES, **ODD_SHAPES, **CCFUSER_SHAPES}
-
-
-def shape_of(name: str, *, gated: bool = False) -> Shape:
-    """One of ``ALL_SHAPES``, or the layer that ``8192x2048x2048x64x2`` describes.
-
-    Args:
-        name: The name or the description.
-        gated: A layer that is described has SwiGLU, else GELU.
-
-    Raises:
-        ValueError: The name is neither, or a number of it is not positive.
-    """
-    if name in ALL_SHAPES:
-        return ALL_SHAPES[name]
-    sizes = name.split("x")
-    if len(sizes) != 5 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-        raise ValueError(
-            f"shape {name}: wanted TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK or one of "
-            f"{', '.join(ALL_SHAPES)}"
-        )
-    return Shape(*map(int, sizes), gated=gated)
-
-
-def shares_of(shapes: dict[str, Shape], one_of: int, num_ranks: int = 1) -> dict[str, Shape]:
-    """The layers that are measured on some ranks, by name.
-
-    Args:
-        shapes: The whole layers.
-        one_of: One GPU has this part of the experts.
-        num_ranks: Ranks of a layer's group.
-
-    Raises:
-        SystemExit: A layer cannot be so.
-    """
-    found = {}
-    for name, whole in shapes.items():
-        try:
-            found[name] = whole.one_of(one_of)
-            found[name].config(num_ranks)
-        except ConfigError as error:
-            raise SystemExit(f"error: shape {name}: {error}") from error
-    return found
 
 
 @dataclass
@@ -208,17 +80,15 @@ class Problem:
             return 0.0
         by_rank = self.routing_map.view(-1, config.num_ranks, config.num_local_experts).any(2)
         by_rank[:, dist.get_rank()] = False
-        rows = by_rank.sum().double()
-        dist.all_reduce(rows)
-        return float(rows) / config.num_ranks
+        return sum(everyone().gather(int(by_rank.sum()))) / config.num_ranks
 
     def imbalance(self) -> float:
         """Rows of the busiest rank relative to the mean. Collective as :meth:`remote_rows`."""
         config = self.config
-        rows = self.routing_map.sum(0).view(config.num_ranks, -1).sum(1).double()
-        if config.num_ranks > 1:
-            dist.all_reduce(rows)
-        return float(rows.max() / rows.mean())
+        counts = self.routing_map.sum(0).view(config.num_ranks, -1).sum(1).tolist()
+        ranks = everyone() if config.num_ranks > 1 else Ranks(None)
+        rows = [sum(of_rank) for of_rank in zip(*ranks.gather(counts), strict=True)]
+        return float(max(rows) * len(rows) / sum(rows))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tools.bench.shapes import Problem
+from flashmoe_megatron.bench.problem import Problem
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 On a GPU it is what ``--moe-grouped-gemm --moe-permute-fusion --swiglu`` give with Transformer
 Engine: its grouped products, permutations in its Triton kernels, and the activation with the
-probabilities in one compiled kernel. On a processor experts follow one another, nothing is fused.
+probabilities in one compiled kernel. On a CPU experts follow one another, nothing is fused.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
-from tools.bench.correctness import LayerResults
-from tools.bench.shapes import Problem
+from flashmoe_megatron.bench.correctness import LayerResults
+from flashmoe_megatron.bench.problem import Problem
 
 
 class Routed(torch.nn.Module):
@@ -41,7 +41,8 @@ class MegatronLayer:
     Gradients of weights are ordinary ones in bfloat16.
 
     Args:
-        problem: Its weights are copied.
+        problem: Its weights are copied. On a CPU Megatron needs something that answers for
+            its GPU, such as ``examples/cpu_bridge.py``.
 
     Raises:
         ImportError: Megatron-Core is not installed, or a GPU is here and no Transformer Engine.
@@ -50,10 +51,6 @@ class MegatronLayer:
     def __init__(self, problem: Problem) -> None:
         if problem.x.is_cuda:
             import transformer_engine.pytorch  # noqa: F401 - without it nothing would be grouped
-        else:
-            from examples import cpu_bridge
-
-            cpu_bridge.enable()
         from megatron.core import parallel_state
         from megatron.core.transformer.moe.moe_layer import MoELayer
 

@@ -1,4 +1,4 @@
-"""The layers that tools time, and the gate that their results pass before."""
+"""Layers that are timed: ours on any backend, and the baseline of separate kernels."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,19 +7,15 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.bench.correctness import LayerResults
+from flashmoe_megatron.bench.problem import Problem
+from flashmoe_megatron.bench.unfused import GroupedWeights, unfused_layer
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.weights import MATRIX, ExpertWeights, unstacked
-from tools.bench import stopwatch
-from tools.bench.common import log
-from tools.bench.correctness import LayerResults, worst_of
-from tools.bench.shapes import Problem
-from tools.bench.unfused import GroupedWeights, unfused_layer
 
 T = TypeVar("T")
-GATE = 6e-3
-"""The most that results may differ from float32's, by relative L2."""
 TIMEOUT_S = 10.0
 
 
@@ -87,7 +83,7 @@ def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any
     """The layer on this GPU's kernel, over the default group if the problem has several ranks.
 
     Args:
-        problem: Made by :func:`~tools.bench.shapes.make_problem`.
+        problem: Made by :func:`~flashmoe_megatron.bench.shapes.make_problem`.
         use_main_grad: Weight gradients are added to float32 buffers.
         **options: Further ones of :func:`~flashmoe_megatron.select.select_backend`, ``kind`` where
             it is to be another backend.
@@ -133,36 +129,9 @@ class UnfusedLayer:
         assert problem.topk_weight.grad is not None
         grad_probs = torch.zeros_like(problem.probs)
         grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
-        fc1, fc2 = self.main_grads or [self.weights.fc1.grad, self.weights.fc2.grad]
-        shares = (list(grad.transpose(1, 2)) for grad in (fc1, fc2))
+        grads = self.main_grads or [weight.grad for weight in vars(self.weights).values()]
+        shares = (list(grad.transpose(1, 2)) for grad in grads)
         return LayerResults(out, problem.x.grad, grad_probs, *shares)
-
-
-def require_gate(name: str, errors: dict[str, float]) -> None:
-    """Refuses results that are further from float32's than the correctness gate allows.
-
-    Raises:
-        SystemExit: They are.
-    """
-    worst = worst_of(errors.values())
-    if not worst <= GATE:
-        raise SystemExit(f"{name}: relative L2 error {worst:.3g}, wanted at most {GATE}")
-
-
-def pass_gate(name: str, errors: dict[str, float]) -> None:
-    """Logs how far a layer is from float32, before it is timed.
-
-    Args:
-        name: What was compared, for messages.
-        errors: By result, from a function of ``correctness.py``.
-
-    Raises:
-        SystemExit: They are larger than the gate allows.
-    """
-    log(f"{name}: relative L2 {', '.join(f'{key} {error:.2e}' for key, error in errors.items())}")
-    require_gate(name, errors)
-    if stopwatch.HAS_GPU:
-        torch.cuda.empty_cache()
 
 
 def without_grad(call: Callable[[], T]) -> Callable[[], T]:

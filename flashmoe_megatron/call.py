@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -180,6 +180,9 @@ class Backend(OfGroup, ABC):
             there; none where this rank's host has not waited for their announcements.
     """
 
+    kind: ClassVar[str] = ""
+    """The choice that it is: "kernel", "scheduled" or "reference"; none over hosts."""
+
     def __init__(
         self, config: MoEConfig, *, keep: Keep, rank: int, takes_split: bool = False
     ) -> None:
@@ -189,6 +192,11 @@ class Backend(OfGroup, ABC):
         self.unfollowed: tuple[int, ...] = ()
         self._pending = PendingError()
         self._checked: tuple[object, ...] = ()
+
+    @property
+    def within(self) -> "Backend":
+        """The backend that computes the experts: over hosts, the one within this host."""
+        return self
 
     @property
     @abstractmethod

@@ -5,6 +5,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -14,17 +15,11 @@ from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
-from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
-from flashmoe_megatron.hosts.rail import TorchRail
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
 from flashmoe_megatron.planner import describe_choice, describe_hosts
 from flashmoe_megatron.ranks import Ranks, check_member
 from flashmoe_megatron.replicas.policy import check_slots
-from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.degree import choose_degrees
-from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.separate.ways import check_tensor_group
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -33,6 +28,16 @@ HOPPER = (9, 0)
 OVERLAP_CTAS = 2
 """Most CTAs of an exchange between hosts that runs concurrently with a launch."""
 Kind = Literal["kernel", "scheduled", "reference"]
+_HOMES = {
+    "kernel": "flashmoe_megatron.kernel.backend:KernelBackend",
+    "scheduled": "flashmoe_megatron.separate.backend:ScheduledBackend",
+    "reference": "flashmoe_megatron.separate.reference:ReferenceBackend",
+    "degrees": "flashmoe_megatron.separate.degree:choose_degrees",
+    "hosts": "flashmoe_megatron.hosts.backend:HostsBackend",
+    "rail": "flashmoe_megatron.hosts.rail:TorchRail",
+}
+"""Each backend and what it needs besides, which a program imports once it has chosen the backend.
+tools/check_layers.py reads these names as it reads imports."""
 _ALWAYS = (
     "keep",
     "row_bound",
@@ -205,13 +210,13 @@ def _make_backend(
     if chosen == "reference" and device.type == "cuda":
         _announce_once(SLOW, logging.WARNING)
     if chosen == "scheduled":
-        return ScheduledBackend(
+        return _class_of(chosen)(
             config,
             group,
             device=device,
             options=chosen_options,
             grid=grid,
-            degrees=choose_degrees(
+            degrees=resolve_name(_HOMES["degrees"])(
                 config,
                 chosen_options,
                 group=group,
@@ -228,11 +233,7 @@ def _make_backend(
     ) -> Backend:
         if chosen_options.keep == "auto":
             _announce_once(f"MoE layers of {config.num_experts} experts: {describe_choice(config)}")
-        if chosen == "reference":
-            return ReferenceBackend(config, within, device=device, options=options)
-        from flashmoe_megatron.kernel.backend import KernelBackend
-
-        return KernelBackend(config, within, device, options=options)
+        return _class_of(chosen)(config, within, device=device, options=options)
 
     if group is None or grid.num_hosts == 1:
         return ranks.each(lambda: make(config, group, chosen_options))
@@ -249,14 +250,20 @@ def _make_backend(
         max_ctas=OVERLAP_CTAS if overlap else None,
     )
     return ranks.each(
-        lambda: HostsBackend(
+        lambda: _class_of("hosts")(
             config,
-            TorchRail(groups),
+            resolve_name(_HOMES["rail"])(groups),
             lambda part, options: make(part, groups.within, options),
             device=device,
             options=chosen_options,
         )
     )
+
+
+def _class_of(kind: str) -> Callable[..., Backend]:
+    """Imports the class of a backend."""
+    found: Callable[..., Backend] = resolve_name(_HOMES[kind])
+    return found
 
 
 def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool) -> None:
@@ -328,7 +335,12 @@ def _choose(
     chosen_options = make_options(BackendOptions, options)
     here = named_device(device)
     chosen = resolve_kind(kind, here, dtype)
-    check_tensor_group(tensor_group, chosen)
+    if tensor_group is not None and chosen != "scheduled":
+        raise ConfigError(
+            f"expert tensor parallelism of {dist.get_world_size(tensor_group)} ranks on the "
+            f"backend {chosen!r}, whose experts are whole: wanted the backend 'scheduled', or 1 "
+            "rank"
+        )
     return _Choice(config, chosen, here, chosen_options)
 
 

@@ -55,9 +55,9 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "the doctor names the kernel where another backend ran",
-        "_name_of",
-        "isinstance(backend, KernelBackend)",
-        "True",
+        "_run",
+        "moe.backend.within.kind",
+        '"kernel"',
         "tests/unit/test_doctor.py::test_a_layer_runs_without_a_gpu",
     ),
     Mutation(

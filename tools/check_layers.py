@@ -147,6 +147,8 @@ DOCTOR = [
     ["trial"],
 ]
 PACKAGE = Path("flashmoe_megatron")
+NAMED = r"^([\w.]+):\w+$"
+"""The module of a name as pkgutil.resolve_name takes it."""
 EVERYWHERE = "__init__"  # names the public, so it may know all
 AGREES = "ranks.py"
 EXCHANGES = {
@@ -196,7 +198,7 @@ def csrc_edges(root: Path) -> Iterator[Edge]:
 def python_edges(root: Path, folder: str = "") -> Iterator[Edge]:
     """Every import of one module of the package, or of one of its folders, by another.
 
-    Imports inside functions count as well.
+    Imports inside functions count as well, and so do names of modules, which are imported later.
     """
     prefix = [root.name, *Path(folder).parts]
     for path in sorted((root / folder).rglob("*.py")):
@@ -206,6 +208,8 @@ def python_edges(root: Path, folder: str = "") -> Iterator[Edge]:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names = re.findall(NAMED, node.value)
             else:
                 continue
             for name in names:

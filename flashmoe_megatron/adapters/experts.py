@@ -21,7 +21,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.measured.calibration import (
     Calibration,
     Grads,
@@ -43,10 +42,6 @@ from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
-from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.hooks import Hooks
-from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.separate.slices import GradientSlices
 from flashmoe_megatron.telemetry.record import MOST_OWNERS, launch_number
 from flashmoe_megatron.telemetry.totals import LayerPlace
 from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_group
@@ -92,8 +87,8 @@ class GroupBackends:
         self.is_bounded = max_tokens is not None
         self._settings = settings
         self._backends: dict[tuple[MoEConfig, torch.dtype], Backend] = {}
-        self._slices: GradientSlices | None = None
-        self._hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
+        self._slices: object = None
+        self._hooks: dict[tuple[MoEConfig, torch.dtype], object] = {}
         self.is_shared = False
         self._last = [self]
         """The last that took over, in a list that all share: a chain would keep all between."""
@@ -162,12 +157,8 @@ class GroupBackends:
             **self._settings.backend_options(),
         )
 
-    def reduce_in_gaps(self, slices: GradientSlices) -> bool:
-        """Has gradients reduced in the gaps of backwards.
-
-        Returns:
-            Whether these have gaps, as the scheduled backend's do.
-        """
+    def reduce_in_gaps(self, slices: object) -> bool:
+        """Has gradients reduced in the gaps of backwards; tells whether these have gaps."""
         self._slices = slices
         return self._share()
 
@@ -175,8 +166,8 @@ class GroupBackends:
         """Gives all scheduled backends the slices, and those for more tokens the first's hooks."""
         has_gaps = False
         for (config, dtype), made in self._backends.items():
-            backend = within_host(made)
-            if isinstance(backend, ScheduledBackend):
+            backend: Any = made.within
+            if backend.kind == "scheduled":
                 shape = dataclasses.replace(config, max_tokens=1), dtype
                 backend.hooks = self._hooks.setdefault(shape, backend.hooks)
                 backend.slices = self._slices
@@ -296,10 +287,7 @@ class LayerExperts(ABC):
         """Makes the backend. Collective over the group; see :attr:`backend`."""
         self._shape, self._backends = self.locate()
         backend = self._backends.backend_of(self._shape, self._weights_dtype)
-        if (
-            not isinstance(within_host(backend), ReferenceBackend | ScheduledBackend)
-            and self.dtype not in KERNEL_DTYPES
-        ):
+        if backend.within.kind == "kernel" and self.dtype not in KERNEL_DTYPES:
             raise ConfigError(
                 f"the experts are {self.dtype} and the kernel computes in bfloat16 or float16; "
                 f"{self.WAYS_OUT_OF_DTYPE}"
@@ -312,7 +300,7 @@ class LayerExperts(ABC):
         """The most tokens of one rank and call, ``None`` without a bound."""
         return self._backends.max_tokens if self._backends.is_bounded else None
 
-    def reduce_in_gaps(self, slices: GradientSlices) -> bool:
+    def reduce_in_gaps(self, slices: object) -> bool:
         """Has gradients reduced in the gaps of the layer's backwards; tells whether it has any."""
         return self._backends.reduce_in_gaps(slices)
 

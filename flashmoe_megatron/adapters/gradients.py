@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.measured.fit import Fit, machine_of, read_fit
 from flashmoe_megatron.options import FrameworkOptions
@@ -161,7 +160,7 @@ def _planned(
 
 def _own_window(layer: LayerGradients, ready: int, fit: Fit, exchange: Kind) -> Window:
     """A layer's backward; a kernel's launch leaves the way to reductions for all of its time."""
-    backend = within_host(layer.backend)
+    backend = layer.backend.within
     _, backward = passes_of(layer.backend.config, fit, exchange, layer.backend.keep)
     if isinstance(backend, ScheduledBackend):
         return layer_window(ready, backward, backend.degrees[1])

@@ -11,14 +11,11 @@ from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.doctor.fact import Fact
 from flashmoe_megatron.doctor.machine import peer_problem, unreachable
 from flashmoe_megatron.errors import DeviceError, FlashMoEError
-from flashmoe_megatron.hosts.backend import within_host
-from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.measured.start import Started, join
 from flashmoe_megatron.oracle import MismatchError, assert_close, moe_reference
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import resolve_kind
-from flashmoe_megatron.separate.reference import ReferenceBackend
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS_OF_A_RANK, TOPK = 256, 256, 128, 8, 2
 PATIENCE_S = 60.0
@@ -123,17 +120,10 @@ def _run(started: Started) -> tuple[str, float]:
     if num_ranks == 1:  # else gradients of weights are sums over the tokens of all ranks
         results.append(("the gradient of fc1", moe.fc1.grad, wanted_grads[1]))
         results.append(("the gradient of fc2", moe.fc2.grad, wanted_grads[2]))
-    return _name_of(moe.backend), max(_error_of(*result) for result in results)
+    return moe.backend.within.kind, max(_error_of(*result) for result in results)
 
 
 def _error_of(name: str, got: torch.Tensor | None, wanted: torch.Tensor) -> float:
     if got is None:
         raise MismatchError(f"{name} is missing")
     return assert_close(name, got, wanted, rel_l2=REL_L2).rel_l2
-
-
-def _name_of(backend: Any) -> str:
-    backend = within_host(backend)
-    if isinstance(backend, KernelBackend):
-        return "kernel"
-    return "reference" if isinstance(backend, ReferenceBackend) else "scheduled"

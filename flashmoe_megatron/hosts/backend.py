@@ -91,11 +91,6 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def within_host(backend: Backend) -> Backend:
-    """The backend that computes a layer's experts: over hosts, the one within this one."""
-    return backend.within if isinstance(backend, HostsBackend) else backend
-
-
 class HostsBackend(Backend):
     """Routed experts over hosts; implements :class:`~flashmoe_megatron.call.Backend`.
 

@@ -165,6 +165,8 @@ class KernelBackend(Backend):
         ConfigError: An option cannot be honoured.
     """
 
+    kind = "kernel"
+
     def __init__(
         self,
         config: MoEConfig,

@@ -569,6 +569,8 @@ def _kernels() -> Steps:
 class ScheduledBackend(SeparateBackend):
     """The backend by the name "scheduled": several parts, any way between ranks, shared experts."""
 
+    kind = "scheduled"
+
     def __init__(
         self,
         config: MoEConfig,

@@ -32,6 +32,8 @@ class ReferenceBackend(SeparateBackend):
     have in the kernel's blocks.
     """
 
+    kind = "reference"
+
     def __init__(
         self,
         config: MoEConfig,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from flashmoe_megatron import streams
 from flashmoe_megatron.call import TrafficCounters
-from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot
 from flashmoe_megatron.separate.plan import Part, Sizes, latest_ends, picked
@@ -267,20 +266,3 @@ def returned(back: Sequence[Way], room: Room | None) -> torch.Tensor:
 
 def _turned(counts: Counts) -> list[list[int]]:
     return [list(column) for column in zip(*counts, strict=True)]
-
-
-def check_tensor_group(group: dist.ProcessGroup | None, backend: str) -> None:
-    """Refuses experts whose matrices are cut where a backend computes whole ones.
-
-    Args:
-        group: The ranks that share each expert, ``None`` where experts are whole.
-        backend: The kind that is chosen.
-
-    Raises:
-        ConfigError: The backend is another than the scheduled one.
-    """
-    if group is not None and backend != "scheduled":
-        raise ConfigError(
-            f"expert tensor parallelism of {dist.get_world_size(group)} ranks on the backend "
-            f"{backend!r}, whose experts are whole: wanted the backend 'scheduled', or 1 rank"
-        )

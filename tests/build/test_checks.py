@@ -47,6 +47,7 @@ def test_layers_of_csrc(tmp_path, files, found):
             {"config.py": "def late():\n    from flashmoe_megatron import layer\n"},
             ["'config'", "'layer'"],
         ),
+        ({"config.py": 'NAME = "flashmoe_megatron.layer:Layer"\n'}, ["'config'", "'layer'"]),
         (
             {"kernel/ops.py": "from flashmoe_megatron.hosts import grid\n"},
             ["'kernel'", "'hosts'"],

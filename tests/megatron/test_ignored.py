@@ -107,7 +107,8 @@ def test_replicas_are_described_where_there_are_other_ranks(
 ) -> None:
     for num_ranks in (1, 2):
         monkeypatch.setattr(routed, "_said", set())
-        backend: Any = SimpleNamespace(config=make_config(num_ranks=num_ranks), keep="all")
+        shape, within = make_config(num_ranks=num_ranks), SimpleNamespace(kind="kernel")
+        backend: Any = SimpleNamespace(config=shape, keep="all", within=within)
         config = transformer_config(Layout(), "flashmoe")
         routed._announce(backend, config, Settings(spare_slots=2), is_bounded=True)
         lines = capsys.readouterr().out.splitlines()

@@ -100,7 +100,8 @@ def test_what_is_planned_of_a_reduction(tmp_path: Path, monkeypatch: pytest.Monk
         return slices
 
     monkeypatch.setattr(gradients, "cut_gradients", cut)
-    backend: Any = SimpleNamespace(config=cases.make_config(num_ranks=4), keep="all")
+    shape = cases.make_config(num_ranks=4)
+    backend: Any = SimpleNamespace(config=shape, keep="all", within=None)
     layers = [
         LayerGradients(number, backend, torch.float32, 1000, 64, 128, 5_000 * (number + 1))
         for number in (0, 1)

@@ -47,11 +47,8 @@ from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.call import Backend, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.backend import within_host
 from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.planner import plan_capacity
-from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import ExpertWeights
 
 
@@ -300,10 +297,8 @@ def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
         is_bounded: A bound of tokens was given.
     """
     shape = backend.config
-    names = {ReferenceBackend: "reference", ScheduledBackend: "scheduled"}
-    kind = names.get(type(within_host(backend)), "kernel")
     parts = [
-        f"backend {kind}",
+        f"backend {backend.within.kind}",
         f"{shape.num_experts} experts on {shape.num_ranks} ranks",
         f"top-{shape.topk}",
         f"at most {shape.max_tokens} tokens per rank" if is_bounded else _UNBOUNDED,

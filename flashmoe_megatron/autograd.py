@@ -46,15 +46,15 @@ class MainGrads(Protocol):
     gives_dummies: bool
 
     def begin(self, accumulators: Sequence[Any] | None) -> list[bool] | None:
-        """Begins a backward of a layer, in the order of the weights.
+        """Begins a backward of a layer, given the accumulators of the weights in their order.
 
         Args:
-            accumulators: The nodes of autograd of all weights, ``None`` for frozen weights.
-                ``None`` where this pass runs them all.
+            accumulators: Nodes of autograd, ``None`` for frozen weights; ``None`` where this pass
+                runs them all.
 
         Returns:
-            Which weights' gradients are added to ``main_grad``; autograd gets the others.
-            ``None`` where all are.
+            Which weights' gradients are added to ``main_grad``; autograd gets the others. ``None``
+            where all are.
         """
         ...
 
@@ -69,13 +69,7 @@ outputs as ``preact``, if it keeps them."""
 
 
 class Gradients(NamedTuple):
-    """Says where a backward puts the gradients of weights, and which hooks learn of it.
-
-    Attributes:
-        accumulate_into_main_grad: See :func:`moe_apply`.
-        after_backward: See :func:`moe_apply`.
-        main_grads: See :func:`moe_apply`.
-    """
+    """Says where a backward puts the gradients of weights; see :func:`moe_apply`."""
 
     accumulate_into_main_grad: bool = False
     after_backward: AfterBackward | None = None
@@ -93,9 +87,6 @@ class LayerCall(NamedTuple):
         weights: The local experts, whose tensors are inputs of autograd's as well.
         routing_map: The routing as a backend takes it, ``None`` in place of a call that is refused.
         gradients: What becomes of the weights' gradients.
-        layer: See :func:`moe_apply`.
-        router: See :func:`moe_apply`.
-        on_saved: See :func:`moe_apply`.
         void: The output is NaN, and a backward needs this.
     """
 
@@ -200,14 +191,7 @@ def moe_apply(
 def apply(
     call: LayerCall, x: torch.Tensor, probs: torch.Tensor, *, ordered_grads: bool = False
 ) -> torch.Tensor:
-    """Does what :func:`moe_apply` does, for a caller whose errors end the call on every rank.
-
-    Args:
-        call: All that is no input of autograd's, or is so by itself.
-        x: The tokens.
-        probs: The routing weights, in the form of ``call.routing_map``.
-        ordered_grads: See :func:`moe_apply`.
-    """
+    """Does what :func:`moe_apply` does, for a caller whose errors end the call on every rank."""
     weights, backend = call.weights, call.backend
     if isinstance(weights, SplitWeights):
         weights.check(backend.config)
@@ -252,15 +236,8 @@ def void_call(
 ) -> torch.Tensor:
     """Returns NaN for a call that this rank rejects when the others learn of it only later.
 
-    Its backward takes part in theirs, and its gradients are NaN.
-
-    Args:
-        together: Has sent the error to the other ranks.
-        backend: The layer's.
-        x: Tokens of any shape.
-        probs: What else gets a gradient, of any shape.
-        weights: The local experts.
-        gradients: What becomes of their gradients.
+    Its backward takes part in theirs, and its gradients are NaN. Tokens and ``probs``, which is
+    what else gets a gradient, may have any shape.
 
     Raises:
         FlashMoEError: The call's own, if ``x`` is no plain tensor: NaN can be made for no other.
@@ -442,7 +419,6 @@ class _Destinations:
     """Where the gradients of :class:`ExpertWeights` go: buffers of their own, or main_grad.
 
     Args:
-        owners: The parameters.
         adds: Whether each parameter's gradient is added to main_grad, in the order of the node's
             inputs.
         main_grads: Learns which gradients are added; ``None`` if the parameters are marked.

@@ -121,12 +121,9 @@ class PendingError:
         self._error = error
 
     def for_nobody(self, error: FlashMoEError, weights: ExpertWeights, grads: Grads) -> Grads:
-        """Puts an error off, and gives the backward, which goes on, buffers that are never read.
+        """Puts an error off, and fills the gradients with NaN.
 
-        Args:
-            error: Why gradients cannot be written.
-            weights: The local experts.
-            grads: Where their gradients should go, which become NaN.
+        The backward, which goes on, gets buffers that are never read.
         """
         self.put_off(error)
         for grad in itertools.chain(*grads):
@@ -143,11 +140,7 @@ class PendingError:
         )
 
     def tell(self) -> None:
-        """Raises the error, once.
-
-        Raises:
-            Exception: There is one, of this package but for a mistake in it.
-        """
+        """Raises the error, once."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -163,12 +156,6 @@ class Backend(OfGroup, ABC):
     in that call where every rank's host waits for it. Else its output is NaN on every rank, and so
     are those of the forwards after it, until one begins when every rank's host knows the error:
     that forward raises it, on all ranks.
-
-    Args:
-        config: The layer's shape.
-        keep: As the attribute.
-        rank: As the attribute.
-        takes_split: As the attribute.
 
     Attributes:
         config: The layer's shape.
@@ -242,9 +229,7 @@ class Backend(OfGroup, ABC):
                 If none does, the other ranks learn it, since all of them have to take part in it.
                 By default, ``training``.
             first_plan: Where a backward runs a forward again, what that has returned as ``saved``.
-            layer: A number from 0 to 65,535 that comes back in the records of this forward and of
-                its backward; evaluation's is marked, by
-                :func:`~flashmoe_megatron.telemetry.record.launch_number`.
+            layer: The number in the records; see :func:`~flashmoe_megatron.autograd.moe_apply`.
             router: Computes ``probs`` and ``routing_map`` first, which are its own tensors.
 
         Returns:
@@ -270,11 +255,7 @@ class Backend(OfGroup, ABC):
         """Does what :meth:`forward` says."""
 
     def _check(self, given: Given, weights: ExpertWeights) -> None:
-        """Raises an error that was put off, and what a forward cannot be given.
-
-        Raises:
-            FlashMoEError: There is something.
-        """
+        """Raises an error that was put off, or that of arguments which no forward takes."""
         self._pending.tell()
         x = given.x
         if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_meta:
@@ -302,10 +283,6 @@ class Backend(OfGroup, ABC):
         """Takes part in the other ranks' forward in place of a call that this rank refuses.
 
         Collective over the group; waits for the other ranks.
-
-        Args:
-            reason: From :func:`~flashmoe_megatron.errors.reason_of`; the kernel tells its first 479
-                bytes.
 
         Returns:
             ``None`` where every rank raises the reason in this call. Else the output of this call
@@ -357,11 +334,7 @@ class Backend(OfGroup, ABC):
         return self.config.num_ranks == 1
 
     def _writable(self, weights: ExpertWeights, grads: Grads) -> tuple[Grads, bool]:
-        """Returns where a backward writes, and whether that stays unread as it cannot be right.
-
-        Raises:
-            ShapeError: There is one rank, and a gradient cannot be written.
-        """
+        """Returns where a backward writes, and whether that stays unread as it cannot be right."""
         try:
             check_weight_grads(weights, grads)
         except ShapeError as error:
@@ -371,11 +344,7 @@ class Backend(OfGroup, ABC):
         return grads, False
 
     def put_off(self, error: FlashMoEError) -> None:
-        """Has the next forward raise an error on every rank. Not collective.
-
-        Args:
-            error: Why this rank does not begin a backward.
-        """
+        """Has the next forward raise the error of a backward on every rank. Not collective."""
         self._pending.put_off(error)
 
     def raise_pending_fault(self) -> None:
@@ -437,10 +406,6 @@ class Together:
         backend: The layer's.
         may_be_void: The caller goes on after the block with an output of NaN where the others learn
             of the error late. Else the error is raised here at once, and once more in a later call.
-
-    Attributes:
-        void: What the caller's backward needs, if it is to go on with NaN.
-        error: Why.
     """
 
     def __init__(self, backend: Backend, *, may_be_void: bool = False) -> None:
@@ -473,11 +438,7 @@ class Together:
 
 
 def unmatched_backward(unfollowed: Sequence[int]) -> ConfigError:
-    """The error of a backward that some ranks do not have.
-
-    Args:
-        unfollowed: These ranks, as :attr:`Backend.unfollowed` names them.
-    """
+    """The error of a backward that some ranks, :attr:`Backend.unfollowed`, do not have."""
     ranks = ", ".join(map(str, unfollowed))
     return ConfigError(
         f"this rank has a backward of its experts and cannot run it alone: none follows this "

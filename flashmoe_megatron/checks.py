@@ -106,11 +106,7 @@ def _refuse_tokens(
 
 
 def check_choices_dtype(topk_idx: torch.Tensor) -> None:
-    """Refuses indices that a backend would take for something else.
-
-    Raises:
-        ShapeError: They are not integers of 32 or 64 bits.
-    """
+    """Refuses indices that are not integers of 32 or 64 bits, which would be taken for a map."""
     if topk_idx.dtype not in INDEX_DTYPES:
         raise ShapeError(f"topk_idx is {topk_idx.dtype}, wanted {_names(INDEX_DTYPES)}")
 
@@ -118,16 +114,13 @@ def check_choices_dtype(topk_idx: torch.Tensor) -> None:
 def check_choices(
     config: MoEConfig, x: torch.Tensor, topk_idx: torch.Tensor, topk_weight: torch.Tensor
 ) -> None:
-    """Checks routing by indices, but for its values.
+    """Checks routing by indices, but for its values; the tokens have been checked.
 
     Args:
         config: The layer's shape.
-        x: ``[num_tokens, hidden]``, already checked.
+        x: ``[num_tokens, hidden]``.
         topk_idx: ``[num_tokens, choices]`` int32 or int64, contiguous.
         topk_weight: ``[num_tokens, choices]`` float32 or ``x.dtype``, contiguous.
-
-    Raises:
-        ShapeError: One of them differs.
     """
     shape = topk_idx.shape
     if (  # runs in every call
@@ -169,12 +162,8 @@ def choices_problem(
 ) -> str | None:
     """Says what makes routing by indices unusable, if anything. The host waits for its values.
 
-    Args:
-        config: The layer's shape.
-        topk_idx: ``[num_tokens, choices]``.
-        topk_weight: ``[num_tokens, choices]``.
-        x: ``[num_tokens, hidden]``, looked at where a weight is NaN, since a router may have made
-            that of the token; ``None`` where they are not at hand.
+    The tokens, if they are at hand, are looked at where a weight of their ``[num_tokens, choices]``
+    is NaN, since a router may have made that of the token.
     """
     outside = ((topk_idx < -1) | (topk_idx >= config.num_experts)).nonzero()
     if len(outside):
@@ -204,13 +193,7 @@ def choices_problem(
 
 
 def map_problem(config: MoEConfig, probs: torch.Tensor, selected: torch.Tensor) -> str | None:
-    """Says what makes routing by a map unusable, if anything. The host waits for its values.
-
-    Args:
-        config: The layer's shape.
-        probs: ``[num_tokens, num_experts]``.
-        selected: ``[num_tokens, num_experts]`` bool.
-    """
+    """Says what makes routing by a map unusable, if anything. The host waits for its values."""
     nan = (probs.isnan() & selected).nonzero()
     if len(nan):
         token, expert = nan[0].tolist()
@@ -243,11 +226,7 @@ def _autocast_hint(x: torch.Tensor) -> str:
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> None:
-    """Checks that a tensor is a plain array of values.
-
-    Args:
-        name: For the message.
-        tensor: Any.
+    """Refuses all but plain arrays of values.
 
     Raises:
         ShapeError: It is no tensor, one of a kind that only torch's operators can read, sparse, or
@@ -277,11 +256,7 @@ def _check_kind(name: str, tensor: object) -> None:
 
 
 def check_split(config: MoEConfig, weights: ExpertWeights) -> None:
-    """Refuses gate and up projections that are matrices of their own where there is no such form.
-
-    Raises:
-        ConfigError: They are, of experts that are not gated, have rows in blocks or are transposed.
-    """
+    """Refuses gate and up projections apart where the experts have no such form."""
     if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
         raise ConfigError(
             f"gate and up projections apart, with transposed={weights.transposed}, "
@@ -349,16 +324,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
 
 
 def check_router_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Checks a router's weight against the layer's shape and the tokens.
-
-    Args:
-        config: The layer's shape.
-        x: The tokens; the weight shares their dtype and device.
-        weight: ``[num_experts, hidden]``, contiguous.
-
-    Raises:
-        ShapeError: It differs.
-    """
+    """Checks that a router's weight is ``[num_experts, hidden]``, contiguous, and as ``x`` is."""
     check_readable("router weight", weight)
     wanted = (config.num_experts, config.hidden)
     _check_weight("router weight", weight, wanted, x.dtype, "as x", x.device)
@@ -369,16 +335,9 @@ def check_router_weight(config: MoEConfig, x: torch.Tensor, weight: torch.Tensor
 def check_kernel_tensor(
     name: str, tensor: torch.Tensor, device: torch.device, *dtypes: torch.dtype
 ) -> None:
-    """Checks that the kernel can read or write a tensor.
+    """Checks that the kernel can read or write a tensor of one of these dtypes on a GPU.
 
-    Args:
-        name: For the message.
-        tensor: Contiguous, and at a multiple of 16 bytes if it is of 16-bit numbers.
-        device: The GPU that it has to be on.
-        *dtypes: What it may be.
-
-    Raises:
-        ShapeError: It differs.
+    It is contiguous, and at a multiple of 16 bytes if it is of 16-bit numbers.
     """
     if tensor.device != device:
         raise ShapeError(f"{name}: on {tensor.device}, wanted {device}")
@@ -392,16 +351,7 @@ def check_kernel_tensor(
 
 
 def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -> None:
-    """Checks that a gradient is one of a forward's output.
-
-    Args:
-        config: The layer's shape.
-        grad_out: ``[num_tokens, hidden]``.
-        num_tokens: Tokens of the forward.
-
-    Raises:
-        ShapeError: It differs.
-    """
+    """Checks that a gradient is one of a forward's output, ``[num_tokens, hidden]``."""
     check_readable("grad_out", grad_out)
     wanted = (num_tokens, config.hidden)
     if grad_out.shape != wanted:
@@ -409,15 +359,7 @@ def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -
 
 
 def check_weight_grads(weights: ExpertWeights, kinds: Sequence[Sequence[WeightGrad]]) -> None:
-    """Checks that gradients have the weights' shapes and are on their device.
-
-    Args:
-        weights: The local experts.
-        kinds: The gradients of fc1, of fc2, and of the biases of both if there are any.
-
-    Raises:
-        ShapeError: One of them differs.
-    """
+    """Checks that gradients, kind by kind, have the weights' shapes and are on their device."""
     fields = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
     for grads, tensors, num_dims in zip(
         kinds, fields, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True

@@ -53,13 +53,7 @@ def got(name: str, value: object) -> str:
 
 
 def nearest(name: object, names: Iterable[str], spell: Callable[[str], str] = repr) -> str:
-    """Words on what an unknown name may have meant, nothing where no name is like it.
-
-    Args:
-        name: What was given.
-        names: What would have been known.
-        spell: How a user writes a name.
-    """
+    """Words on what an unknown name may have meant, nothing where no name is like it."""
     like = difflib.get_close_matches(str(name), names, n=1)
     return f", the nearest is {spell(like[0])}" if like else ""
 

@@ -52,9 +52,6 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
         model: The module to be wrapped, with its parameters on their devices.
         group: The group that DistributedDataParallel will get, by default all ranks.
 
-    Returns:
-        The model.
-
     Raises:
         ConfigError: There is no process group, ranks have other layers, or the expert-parallel
             groups do not divide the ranks evenly.
@@ -87,12 +84,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class _Reducer(OfGroup):
-    """Reduces the gradients of the experts of some layers over their replicas.
-
-    Args:
-        layers: They share an expert-parallel group.
-        replicas: The ranks that have the same experts.
-    """
+    """Reduces the gradients of the experts of layers of one group over the ranks that have them."""
 
     def __init__(self, layers: list[FlashMoELayer], replicas: dist.ProcessGroup) -> None:
         self._parameters = [one for layer in layers for _, one in layer.expert_parameters()]

@@ -107,12 +107,7 @@ def write_value(stream: int, address: int, value: int) -> None:
 
 
 class MemoryOps:
-    """Words that streams write, and then wait for, time and again.
-
-    Args:
-        writes: The addresses of those to be written.
-        waits: The addresses of those to be waited for.
-    """
+    """Words at addresses that streams write, and then others that they wait for, time and again."""
 
     def __init__(self, writes: Sequence[int], waits: Sequence[int]) -> None:
         ops = [_MemoryOp(_WRITE_VALUE, address) for address in writes]

@@ -56,12 +56,8 @@ def reason_of(error: Exception) -> str:
 def told_error(rank: int, reason: str) -> FlashMoEError:
     """Returns the error that every rank raises after one rank has had an error.
 
-    Args:
-        rank: The rank that had it.
-        reason: From :func:`reason_of`.
-
-    Returns:
-        One of the same class if it is of this package, else a :class:`FlashMoEError`.
+    It is of the same class if that is of this package, else a :class:`FlashMoEError`; ``reason`` is
+    from :func:`reason_of`.
     """
     name, _, message = reason.partition(": ")
     kinds = {kind.__name__: kind for kind in (FlashMoEError, *FlashMoEError.__subclasses__())}

@@ -19,7 +19,6 @@ class ExpertGroup(OfGroup):
     Attributes:
         given: The process group, or the wrapper of one, that it was made for.
         group: That group as torch knows it, ``None`` for one rank.
-        rank: This process's rank in it.
         ranks: Its processes' ranks among all.
     """
 
@@ -47,8 +46,7 @@ class ExpertGroup(OfGroup):
     def follow(self) -> bool:
         """Takes the group that a wrapper has made again, if the last one has been destroyed.
 
-        Returns:
-            Whether it has been.
+        Returns whether it has been.
 
         Raises:
             ConfigError: The group has not been made again.
@@ -61,14 +59,10 @@ class ExpertGroup(OfGroup):
         return True
 
     def parameter(self, local: torch.Tensor) -> nn.Parameter:
-        """A parameter of all experts.
+        """A parameter of all experts from this rank's, ``[num_local_experts, ...]``.
 
-        Args:
-            local: ``[num_local_experts, ...]``, this rank's experts.
-
-        Returns:
-            The tensor itself, or on several ranks the ``[num_experts, ...]`` DTensor that it is
-            this rank's part of, so that checkpoints tell whose experts are in them.
+        It is the tensor itself, or on several ranks the ``[num_experts, ...]`` DTensor that the
+        tensor is this rank's part of, so that checkpoints tell whose experts are in them.
         """
         if len(self.ranks) == 1:
             return nn.Parameter(local)
@@ -86,11 +80,6 @@ class ExpertGroup(OfGroup):
 
     def like(self, parameter: torch.Tensor, given: torch.Tensor, name: str) -> torch.Tensor:
         """Distributes a value of a checkpoint like a parameter of this group.
-
-        Args:
-            parameter: From :meth:`parameter`, possibly sharded further.
-            given: Its plain value of all experts, or distributed as the parameter.
-            name: For the message.
 
         Raises:
             ConfigError: It is some rank's part that does not say which, another rank's part, or a

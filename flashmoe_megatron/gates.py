@@ -46,14 +46,7 @@ class Routing:
     mixing: torch.Tensor | None = None
 
     def finish(self, out: torch.Tensor) -> torch.Tensor:
-        """The tokens' outputs from those of the rows that the experts have seen.
-
-        Args:
-            out: ``[rows, hidden]``.
-
-        Returns:
-            ``[tokens, hidden]``.
-        """
+        """``[tokens, hidden]`` outputs from the experts' outputs for rows, ``[rows, hidden]``."""
         if self.mixing is None:
             return out
         batch, num_tokens, slots = self.mixing.shape
@@ -127,12 +120,9 @@ class GShardGate(Gate):
     times ``E ** 2``: 1 where all is even.
 
     Args:
-        hidden: Width of a token.
-        num_experts: Experts of the whole group, at least 2.
         capacity_factor: An expert takes ``ceil(2 * tokens * factor / experts)`` rows of a rank;
             ``None`` for any number.
         random_second: Whether second choices are tried at random while training.
-        generator: Draws for them.
     """
 
     def __init__(
@@ -193,8 +183,6 @@ class SigmoidGate(Gate):
     ``E * sum(mean score, normalised over experts * share of routes)``: 1 where all is even.
 
     Args:
-        hidden: Width of a token.
-        num_experts: Experts of the whole group.
         topk: Experts of a token; 1 in the paper.
     """
 
@@ -221,8 +209,6 @@ class XMoEGate(Gate):
     or their sigmoids. The auxiliary loss is ``E * sum(mean softmax * share of routes)``.
 
     Args:
-        hidden: Width of a token.
-        num_experts: Experts of the whole group.
         topk: Experts of a token; 1 in the paper.
         width: Dimensions of the space; by default half the number of experts, as in the paper.
         activation: "softmax" or "sigmoid".
@@ -273,8 +259,6 @@ class ExpertChoiceGate(Gate):
     largest scores; the rest is counted as dropped.
 
     Args:
-        hidden: Width of a token.
-        num_experts: Experts of the whole group.
         capacity_factor: Experts of a token in the mean.
         max_routes: Most experts of a token, at most 16; by default 16, or all.
         allow_future: Has to be true: a token's experts depend on later tokens, which a model that
@@ -328,8 +312,6 @@ class SoftMoEGate(Gate):
     normalised and scaled as the paper does for wide models. There is no auxiliary loss.
 
     Args:
-        hidden: Width of a token.
-        num_experts: Experts of the whole group.
         slots: Slots of one expert and sequence.
         allow_future: Has to be true: every slot depends on all tokens of a sequence, which a model
             that predicts the next token must not see.
@@ -374,12 +356,7 @@ class SoftMoEGate(Gate):
 
 
 class GatedExperts(nn.Module):
-    """A gate in front of a layer; the call is collective as the layer's is.
-
-    Attributes:
-        gate: Decides.
-        layer: Computes, on whichever backend it has.
-    """
+    """A gate in front of a layer; the call is collective as the layer's is."""
 
     def __init__(self, gate: Gate, layer: FlashMoELayer) -> None:
         """Puts the two together.

@@ -66,8 +66,7 @@ def moe_forward(
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
         check_routing: Look at the values of the routing first, which makes the host wait for a GPU.
         ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
-        layer: The number in the launch's records, as :func:`~flashmoe_megatron.autograd.moe_apply`
-            takes it.
+        layer: Likewise.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, differentiable in ``x``, ``topk_weight`` and the
@@ -155,17 +154,13 @@ def moe_router_forward(
     with ``--moe-router-dtype fp32``. The other tensors of the result are for auxiliary losses.
 
     Args:
-        x: ``[num_tokens, hidden]``, contiguous, 16-byte aligned.
+        x: As in :func:`moe_forward`.
         router_weight: ``[num_experts, hidden]``, contiguous, in the dtype of ``x``.
-        weights: The local experts.
-        backend: From :func:`~flashmoe_megatron.select.select_backend`.
+        weights: As in :func:`moe_forward`, and so are the other arguments.
+        backend: Likewise.
         router: How a token chooses its ``topk`` experts; by default softmax over their logits.
-        ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
-        layer: The number in the launch's records, as :func:`~flashmoe_megatron.autograd.moe_apply`
-            takes it.
-
-    Returns:
-        Output, probabilities, logits and routing map.
+        ordered_grads: Likewise.
+        layer: Likewise.
 
     Raises:
         ShapeError: A tensor is not what the backend was built for.
@@ -212,8 +207,6 @@ class FlashMoELayer(nn.Module):
     router's gradient: see :func:`~flashmoe_megatron.data_parallel.prepare_for_ddp`.
 
     Attributes:
-        config: The layer's shape.
-        expert_group: The ranks that the experts are spread over.
         fc1: The experts' ``[num_experts, fc1_rows, hidden]`` parameter, absent with ``split``. On
             several ranks this and the following are DTensors; each rank has the part of its own
             experts.
@@ -608,11 +601,7 @@ class FlashMoELayer(nn.Module):
         return self
 
     def _follow_parameters(self, before: torch.device) -> None:
-        """Restores what torch loses with parameters that it moves or replaces.
-
-        Args:
-            before: Where the parameters were.
-        """
+        """Restores what torch loses with parameters that it moves from a device or replaces."""
         if self._choice is not None and local_part(self.fc2).device != before:
             self._backends.clear()
         self._write_rank()
@@ -641,9 +630,6 @@ class FlashMoELayer(nn.Module):
 
         A router with hooks, a bias or adapters, or of another class is called as a module, with
         tokens in float32 and outside of autocast; its products are computed in float32.
-
-        Args:
-            tokens: ``[num_tokens, hidden]``.
 
         Returns:
             Expert ids ``[num_tokens, topk]`` int64 and weights ``[num_tokens, topk]`` float32.
@@ -683,13 +669,8 @@ def _check_arguments(
 ) -> tuple[str, bool]:
     """Refuses arguments that make no layer on this rank. Not collective.
 
-    Returns:
-        What is a collective or none, for the other ranks: whose the backend is, and whether the
-        layer is on "meta".
-
-    Raises:
-        ConfigError: See :class:`FlashMoELayer`.
-        DeviceError: The device cannot be used, or cannot run the kernel that was asked for.
+    Returns what is a collective or none, for the other ranks: whose the backend is, and whether the
+    layer is on "meta". For errors see :class:`FlashMoELayer`.
     """
     if dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")

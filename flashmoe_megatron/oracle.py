@@ -54,9 +54,6 @@ def moe_reference(
         fc1_bias: ``[2F]`` or ``[F]`` of every expert, added before the activation; may be empty.
         fc2_bias: ``[H]`` of every expert, added times the token's probability; may be empty.
         dtype: Everything is computed in it, without intermediate rounding.
-
-    Returns:
-        ``[num_tokens, hidden]`` in ``dtype``.
     """
     function = _FUNCTIONS[activation]
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)

@@ -19,11 +19,11 @@ from flashmoe_megatron.touched import find_touched
 
 
 def logits_of(router: nn.Linear, tokens: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Calls a router outside of autocast, its products in float32.
+    """Calls a router outside of autocast, its tokens and products in float32.
 
     Args:
         router: The ``nn.Linear``, or whatever module stands in its place.
-        tokens: ``[num_tokens, hidden]``; the router sees them in float32.
+        tokens: ``[num_tokens, hidden]``.
         num_experts: Experts of the whole group.
 
     Returns:

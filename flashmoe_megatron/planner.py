@@ -33,18 +33,10 @@ def expert_capacity(
 ) -> int:
     """Tokens that one rank may send to one expert, as Megatron's router computes it.
 
-    The router drops what exceeds this number; alignment never changes it. Example: 4096 tokens,
-    top-2 of 64 experts and a factor of 1.25 give 160.
-
-    Args:
-        num_tokens: Tokens of one rank and call.
-        topk: Experts that each token selects.
-        num_experts: Experts of the whole group.
-        capacity_factor: Capacity relative to a perfect balance.
-        min_capacity: Lower bound.
-
-    Returns:
-        ``ceil(num_tokens * topk / num_experts * capacity_factor)``, at least ``min_capacity``.
+    It is ``ceil(num_tokens * topk / num_experts * capacity_factor)``, at least ``min_capacity``,
+    where ``num_tokens`` are those of one rank and call. The router drops what exceeds this number;
+    alignment never changes it. Example: 4096 tokens, top-2 of 64 experts and a factor of 1.25 give
+    160.
 
     Raises:
         ConfigError: An argument is negative or ``num_experts`` or ``capacity_factor`` is not
@@ -77,7 +69,6 @@ class CapacityPlan:
             served by one rank alone (section 3.2.1 of the paper).
         expert_rows: Most rows that one expert receives, ``num_ranks * capacity``.
         aligned_expert_rows: Rows of the segment that holds them.
-        tile: Rows of a tile.
     """
 
     capacity: int
@@ -104,17 +95,7 @@ def plan_capacity(
 ) -> CapacityPlan:
     """Answers, before training, what capacity a factor gives and how it is aligned.
 
-    Args:
-        num_tokens: Tokens of one rank and call.
-        topk: Experts that each token selects.
-        num_experts: Experts of the whole group.
-        capacity_factor: Capacity relative to a perfect balance.
-        num_ranks: Ranks of the expert-parallel group.
-        min_capacity: Lower bound of the capacity.
-        tile: Rows of a tile.
-
-    Returns:
-        The capacity per expert, unaligned and aligned.
+    The capacity is that of :func:`expert_capacity`, for each rank and expert; the tile is in rows.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -147,14 +128,11 @@ class BufferRows:
 
 
 def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> BufferRows:
-    """Bounds the rows that one rank can receive in one call.
+    """Bounds the rows that one rank can receive in one call, every rank having ``max_tokens``.
 
     Args:
-        config: The layer's shape; every rank has ``config.max_tokens`` tokens.
+        config: The layer's shape.
         capacity: Rows that one rank may send to one expert; ``None`` if nothing is dropped.
-
-    Returns:
-        The worst case and the expectation.
 
     Raises:
         ConfigError: ``capacity`` is negative.
@@ -179,9 +157,7 @@ def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> Buffe
 def crossings(config: MoEConfig, num_hosts: int) -> float:
     """Other hosts that a token crosses to, the mean under uniform random routing.
 
-    Args:
-        config: The layer's shape, for all hosts together.
-        num_hosts: Hosts, or any equal parts, that its experts are spread over.
+    The shape is that of all hosts, or any equal parts, together, over which the experts are spread.
     """
     elsewhere = math.comb(config.num_experts - config.num_experts // num_hosts, config.topk)
     return (num_hosts - 1) * (1 - elsewhere / math.comb(config.num_experts, config.topk))
@@ -198,13 +174,7 @@ every grid can take them; where more come, a layer has several launches."""
 
 
 def share_of_host(config: MoEConfig, num_hosts: int, max_tokens: int) -> MoEConfig:
-    """The layer as one host's ranks see it.
-
-    Args:
-        config: Its shape, for all hosts together.
-        num_hosts: Hosts that its experts are spread over.
-        max_tokens: Most tokens of a rank's launch.
-    """
+    """The layer of all hosts as one host's ranks see it, by the most tokens of a rank's launch."""
     experts = config.num_experts // num_hosts
     return dataclasses.replace(
         config,
@@ -218,10 +188,8 @@ def share_of_host(config: MoEConfig, num_hosts: int, max_tokens: int) -> MoEConf
 def plan_launches(config: MoEConfig, num_hosts: int, num_tokens: int) -> tuple[int, int]:
     """Launches of a layer over hosts, and the most tokens of one, in whole tiles.
 
-    Args:
-        config: The layer's shape, for all hosts together.
-        num_hosts: Hosts that its experts are spread over.
-        num_tokens: Tokens of the fullest rank, those of other hosts included.
+    The shape is that of all hosts; ``num_tokens`` are the fullest rank's, with those of other
+    hosts.
     """
     share = share_of_host(config, num_hosts, TILE_M)
     buffers = 1 + min(share.topk, share.num_ranks)
@@ -232,12 +200,7 @@ def plan_launches(config: MoEConfig, num_hosts: int, num_tokens: int) -> tuple[i
 
 
 def tokens_within(config: MoEConfig, num_hosts: int) -> int:
-    """Initial token capacity of a rank over hosts: its own tokens and those of other hosts.
-
-    Args:
-        config: The layer's shape, for all hosts together.
-        num_hosts: Hosts that its experts are spread over.
-    """
+    """Initial token capacity of a rank over hosts: its own tokens and those of other hosts."""
     expected = config.max_tokens * (1 + crossings(config, num_hosts)) * SPARE_TOKENS
     return min(math.ceil(expected), config.max_tokens * num_hosts)
 
@@ -247,13 +210,10 @@ class HostPlan:
     """Rows that a layer over hosts sends, and their time, under uniform random routing.
 
     Attributes:
-        num_hosts: Hosts that its experts are spread over.
-        ranks_per_host: Ranks on each.
         rows: Rows that a token of a rank is to other hosts, in each direction; one comes back for
             each.
         row_bytes: A row's with its routes.
         card_bytes: What a rank sends out of its host in one dispatch, or receives in one combine.
-        launches: Launches of a forward.
         launch_tokens: Most tokens of one, those of other hosts included.
         heap_bytes: Rows of tokens and results in the symmetric heap.
     """
@@ -302,13 +262,9 @@ def forward_over_hosts(products: float, card: float, *, num_hosts: int, overlap:
     """The time of a layer's forward over hosts, by a model.
 
     Exchanges of a rank follow one another on its card, so that shares begin to return when the last
-    tokens have arrived. What passes within a host, plans and sums are not in it.
-
-    Args:
-        products: The time of its products.
-        card: The time of its rows on a card, in one direction.
-        num_hosts: Hosts that its experts are spread over.
-        overlap: Launches for the tokens of other hosts; 0 exchanges all before and after one.
+    tokens have arrived. What passes within a host, plans and sums are not in it. ``products`` is
+    the time of its products, ``card`` that of its rows on a card in one direction; ``overlap``
+    counts the launches for the tokens of other hosts, and 0 exchanges all before and after one.
     """
     if not overlap:
         return products + 2 * card
@@ -346,10 +302,8 @@ def describe_hosts(config: MoEConfig, num_hosts: int, *, is_fixed: bool, overlap
 def bounded_row_blocks(config: MoEConfig, row_bound: float) -> int:
     """Blocks of 128 rows that a rank's buffers hold under a bound.
 
-    Args:
-        config: The layer's shape.
-        row_bound: Rows as a multiple of the mean number per rank, if every rank has
-            ``config.max_tokens`` tokens. Every local expert may fill one block in part besides.
+    The bound is a multiple of the mean number of rows per rank, if every rank has ``max_tokens``
+    tokens. Every local expert may fill one block in part besides.
     """
     rows = row_bound * config.max_tokens * config.topk
     return math.ceil(rows / TILE_M) + config.num_local_experts
@@ -378,7 +332,7 @@ class DispatchVolume:
 def dispatch_volume(
     *, num_routes: int, num_experts: int, capacity: int, hidden: int, element_bytes: int = 2
 ) -> DispatchVolume:
-    """Compares the actual volume of a dispatch with that of padding to capacity.
+    """Compares the bytes of a dispatch with those of padding to capacity, own experts included.
 
     Args:
         num_routes: Rows that the rank's tokens really have, after dropping.
@@ -386,9 +340,6 @@ def dispatch_volume(
         capacity: Rows per rank and expert that padding fills up.
         hidden: Elements of a row.
         element_bytes: Bytes of an element.
-
-    Returns:
-        Both volumes, including the share for the rank's own experts.
 
     Raises:
         ConfigError: A number is negative, or ``num_routes`` exceeds what the capacities admit.
@@ -426,11 +377,8 @@ def least_rows_of(link_bytes_per_s: float) -> int:
     """Returns the fewest rows of an expert that make up for a replica's traffic, at any size.
 
     For each number of an expert's weights, a replica moves 2 bytes in either direction of a layer
-    and 4 bytes of its gradient, and each row takes 6 operations: 2 forward and 4 backward.
-
-    Args:
-        link_bytes_per_s: How fast another rank's bytes come; 0 where that is not known, and then
-            any replica is worth it.
+    and 4 bytes of its gradient, and each row takes 6 operations: 2 forward and 4 backward. Where
+    the rate of the link is not known it is 0, and any replica is worth it.
     """
     if not link_bytes_per_s:
         return 0
@@ -445,16 +393,10 @@ MOST_FETCH_COST = 0.05
 def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
     """Estimates what a backward pays for rows that its forward did not keep.
 
+    It is the time for the rows over the time for the products of a backward, with uniform routing.
     A token crosses a link once for each other rank that has an expert of its choice, and every
     received row is written once, its own rank's too; links and memory work at the same time. It is
     an upper bound as far as other work hides in it, and a lower one as far as tokens are few.
-
-    Args:
-        config: The layer's shape; routing is uniform.
-        element_bytes: Bytes of an element.
-
-    Returns:
-        Time for the rows over the time for the products of a backward.
     """
     row_bytes = config.hidden * element_bytes
     fetch_s = max(

@@ -64,9 +64,6 @@ class Ranks(OfGroup):
         group: The ranks, ``None`` for one; a wrapper of a process group stands for that group.
         exchange: Names this rank and its exchanges in the error for a peer that is gone.
         peers: Names those peers there.
-
-    Attributes:
-        group: The group as torch knows it, ``None`` for one rank.
     """
 
     def __init__(
@@ -98,10 +95,10 @@ class Ranks(OfGroup):
         *,
         alike: Callable[[Made], Mapping[str, Any]] | None = None,
     ) -> list[Made]:
-        """Returns what every rank makes, in order.
+        """Returns what every rank makes, in order; :meth:`gather` has to be able to send it.
 
         Args:
-            make: Makes this rank's, which :meth:`gather` can send. Not collective.
+            make: Makes this rank's. Not collective.
             alike: Gives names and values of it that are to be the same on every rank.
 
         Raises:
@@ -125,20 +122,16 @@ class Ranks(OfGroup):
         return everyone
 
     def each(self, make: Callable[[], Made]) -> Made:
-        """Returns what this rank makes, once every rank has made its own; see :meth:`all`.
+        """Returns what this rank makes and no other gets, once every rank has made its own.
 
-        Args:
-            make: Makes this rank's, which the others do not get. Not collective.
+        ``make`` is not collective; for errors see :meth:`all`.
         """
         made: list[Made] = []
         self.all(lambda: made.append(make()))
         return made[0]
 
     def check_same(self, settings: dict[str, Any]) -> None:
-        """Refuses settings that are not the same on every rank.
-
-        Args:
-            settings: Names and values.
+        """Refuses settings, names and values, that are not the same on every rank.
 
         Raises:
             ConfigError: On every rank, naming the first setting that differs and each rank's value.
@@ -146,11 +139,7 @@ class Ranks(OfGroup):
         self.all(lambda: settings, alike=dict)
 
     def first_error(self, reason: str | None) -> FlashMoEError | None:
-        """Returns the same error on every rank, that of the first rank that has one.
-
-        Args:
-            reason: This rank's, from :func:`~flashmoe_megatron.errors.reason_of`, or ``None``.
-        """
+        """Returns one error on every rank, that of the first whose reason is not ``None``."""
         return first_error(self.gather(reason))
 
     def least(self, values: torch.Tensor) -> torch.Tensor:
@@ -174,17 +163,11 @@ class Ranks(OfGroup):
     def once(self, kind: type[Made], *key: Hashable, make: Callable[[], Made]) -> Made:
         """Makes one object of a class for this group and a key. As collective as ``make``.
 
+        The key tells objects of that class apart, and may have further groups of torch's own.
+
         An object keeps its groups, which is why weak references to groups would never end. Instead,
         what was made for groups that have been destroyed is given up in the next call, whatever its
         kind: it lives on with the layers that have it, without what ends with a group.
-
-        Args:
-            kind: Its class.
-            *key: Tells objects of that class apart; may have further groups of torch's own.
-            make: Makes it where there is none yet.
-
-        Returns:
-            The object.
         """
         end_destroyed()
         for known in [known for known in _made if any(map(is_destroyed, known))]:
@@ -224,11 +207,7 @@ class Ranks(OfGroup):
         return _Bounded(self)
 
     def gone(self, reason: object) -> PeerTimeoutError:
-        """Returns the error for a peer that is gone. Not collective.
-
-        Args:
-            reason: What torch.distributed says.
-        """
+        """Returns the error for a peer that is gone. Not collective."""
         exchange = self._exchange or (
             f"rank {self.rank}: an exchange with the other {self.num_ranks - 1} ranks"
         )
@@ -253,12 +232,7 @@ class _Bounded(AbstractContextManager[None]):
 
 
 def first_error(reasons: Iterable[str | None]) -> FlashMoEError | None:
-    """Returns the error of the first rank that had one, ``None`` if none had.
-
-    Args:
-        reasons: All ranks', in order: from :func:`~flashmoe_megatron.errors.reason_of`, or
-            ``None``.
-    """
+    """Returns the error of the first of all ranks that had one, ``None`` if none had."""
     told = (told_error(rank, one) for rank, one in enumerate(reasons) if one is not None)
     return next(told, None)
 
@@ -269,10 +243,7 @@ def by_rank(values: Iterable[object]) -> str:
 
 
 def check_alike(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses values that differ between ranks. Not collective.
-
-    Args:
-        everyone: Names and values of each rank, in order.
+    """Refuses names and values of all ranks, in order, that differ. Not collective.
 
     Raises:
         ConfigError: Names the first that differs and each rank's value.
@@ -318,13 +289,10 @@ class StoreRanks(Ranks):
     made by all ranks of the job, not by those of this group.
 
     Args:
-        group: Two or more ranks.
         timeout: Seconds until a rank that does not answer is an error.
         purpose: Begins the names of the stored values.
 
     Attributes:
-        group: The group as torch knows it.
-        timeout: As the argument.
         look: Is called while this waits; may raise what makes it useless to wait any longer.
     """
 
@@ -412,11 +380,7 @@ class Answers(Generic[Value]):
         return ranks.read(self._number)
 
     def silent(self, timeout: float) -> list[int]:
-        """Waits for the values, and returns the ranks that have sent none by then.
-
-        Args:
-            timeout: Longest wait, in seconds.
-        """
+        """Waits some seconds for the values, and returns the ranks that have sent none by then."""
         ranks, pause = self._ranks, 1e-4
         deadline = time.monotonic() + timeout
         silent = list(range(ranks.num_ranks))

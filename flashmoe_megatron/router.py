@@ -52,12 +52,8 @@ class RouterConfig:
     def probs_of(self, logits: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """Probabilities of a choice that has been made; differentiable in the logits.
 
-        Args:
-            logits: ``[num_tokens, num_experts]`` float32 or float64.
-            routing_map: ``[num_tokens, num_experts]`` bool, which experts each token has chosen.
-
-        Returns:
-            ``[num_tokens, num_experts]``, 0 where not chosen.
+        All are ``[num_tokens, num_experts]``: logits float32 or float64, the map bool,
+        probabilities 0 where not chosen.
         """
         if self.score == "sigmoid":
             scores = logits.sigmoid() * routing_map
@@ -75,12 +71,9 @@ class Router:
     """The fused router in one call of a layer: what it is to compute, and where that goes.
 
     Attributes:
-        config: How a token chooses.
-        weight: ``[num_experts, hidden]``.
         logits: ``[num_tokens, num_experts]`` float32 (float64 if the tokens are), ``x @ weight.T``;
             written by the layer's forward, as the two below.
         probs: Like ``logits``, 0 where not chosen.
-        routing_map: ``[num_tokens, num_experts]`` bool.
         versions: Autograd's versions of logits and map once they are filled in, since the gradient
             is computed from them.
     """
@@ -127,11 +120,7 @@ class Router:
 
 
 def refuse_second_derivative(what: str) -> None:
-    """For a backward whose own operations autograd does not see.
-
-    Raises:
-        FlashMoEError: Autograd is to make a graph of it.
-    """
+    """Raises an error if autograd is to make a graph of a backward whose operations it misses."""
     if torch.is_grad_enabled():
         raise FlashMoEError(
             f"the gradient of the MoE {what} was asked for with create_graph=True, but the {what} "
@@ -140,11 +129,7 @@ def refuse_second_derivative(what: str) -> None:
 
 
 def refuse_forward_mode(what: str) -> NoReturn:
-    """For a node whose derivatives autograd is asked for in forward mode.
-
-    Raises:
-        FlashMoEError: Always.
-    """
+    """Raises the error of a node whose derivatives autograd is asked for in forward mode."""
     raise FlashMoEError(
         f"the derivative of the MoE {what} was asked for in forward mode "
         "(torch.autograd.forward_ad): use .backward() or torch.autograd.grad"

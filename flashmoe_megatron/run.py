@@ -23,9 +23,7 @@ USAGE = "python -m flashmoe_megatron.run SCRIPT [ARGUMENTS]"
 def main(arguments: list[str]) -> None:
     """Runs ``arguments[0]`` as Python would, with flashmoe installed.
 
-    Args:
-        arguments: The script's path and its arguments; or ``--help``, which prints the flags that
-            the script gets.
+    The rest are the script's; ``--help`` in its place prints the flags that a script gets.
 
     Raises:
         SystemExit: Help was asked for; or there is no script, or it is not a file, and the message

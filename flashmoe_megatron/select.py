@@ -105,9 +105,6 @@ def select_backend(
             :class:`~flashmoe_megatron.separate.backend.ScheduledBackend`, which alone takes them.
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
-    Returns:
-        The backend.
-
     Raises:
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
             an option that concerns all of them, or do not lie in blocks of hosts, the layer cannot
@@ -137,7 +134,6 @@ class _Origin:
     Attributes:
         given: The groups that the caller gave.
         inner: The groups of torch's own that they stood for.
-        make_again: Makes another backend in the same way.
         last: The backend that took over last, in a list that all these share.
     """
 
@@ -159,10 +155,8 @@ _origins: "weakref.WeakKeyDictionary[Backend, _Origin]" = weakref.WeakKeyDiction
 def followed(backend: Backend) -> Backend:
     """Returns the backend for the groups as they are now, in place of one of ended groups.
 
-    Collective over the group where a wrapper's inner group has been made again since.
-
-    Args:
-        backend: From :func:`select_backend`; any other is given back.
+    Collective over the group where a wrapper's inner group has been made again since. A backend
+    that is not from :func:`select_backend` is given back.
 
     Raises:
         ConfigError: A group has been destroyed, and has not been made again.
@@ -307,11 +301,7 @@ def find_grid(group: dist.ProcessGroup) -> HostGrid:
 
 
 def check_choice(kind: str, options: dict[str, Any]) -> None:
-    """Refuses what no device could make of a choice that is made now and heeded later.
-
-    Raises:
-        ConfigError: ``kind`` or an option is unknown.
-    """
+    """Refuses an unknown kind or option of a choice that is made now and heeded later."""
     if kind not in get_args(BackendKind):
         raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(get_args(BackendKind))}")
     make_options(BackendOptions, options)
@@ -325,12 +315,7 @@ def _choose(
     options: dict[str, Any],
     tensor_group: dist.ProcessGroup | None,
 ) -> _Choice:
-    """Returns what :func:`select_backend` is given, if this rank can serve it. Not collective.
-
-    Raises:
-        ConfigError: ``kind`` or an option is unknown, or there cannot be the ``tensor_group``.
-        DeviceError: There is no such device, or ``kind`` is "kernel" and it is not a Hopper GPU.
-    """
+    """Returns what :func:`select_backend` is given, if this rank can serve it. Not collective."""
     check_member(tensor_group, "tensor_group")
     chosen_options = make_options(BackendOptions, options)
     here = named_device(device)
@@ -348,7 +333,6 @@ def resolve_kind(kind: BackendKind, device: torch.device, dtype: torch.dtype | N
     """Returns what :func:`select_backend` chooses on a device and for a dtype. Not collective.
 
     Raises:
-        ConfigError: ``kind`` is unknown.
         DeviceError: The device cannot be used, or ``kind`` is "kernel" and it is not a Hopper GPU.
     """
     check_choice(kind, {})
@@ -366,11 +350,7 @@ def resolve_kind(kind: BackendKind, device: torch.device, dtype: torch.dtype | N
 
 
 def named_device(device: torch.device | str) -> torch.device:
-    """The device of a name, which need not be here.
-
-    Raises:
-        DeviceError: No device has such a name.
-    """
+    """The device of a name, which need not be here, or a DeviceError if none has it."""
     try:
         return torch.device(device)
     except RuntimeError as error:

@@ -14,14 +14,9 @@ from flashmoe_megatron.adapters.torchtitan.override import replace_routed_expert
 def routed_experts(config: Any, **options: Any) -> Any:
     """The function that ``--override.imports flashmoe_megatron.torchtitan.routed_experts`` names.
 
-    Args:
-        config: A layer's, a ``RoutedExperts.Config``.
-        **options: Fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`, as JSON
-            after the name and "=".
-
-    Raises:
-        ConfigError: See
-            :func:`~flashmoe_megatron.adapters.torchtitan.override.replace_routed_experts`.
+    The options are fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`, as JSON
+    after the name and "="; see
+    :func:`~flashmoe_megatron.adapters.torchtitan.override.replace_routed_experts`.
     """
     return replace_routed_experts(config, **options)
 

@@ -58,12 +58,8 @@ class ExpertWeights:
 def set_tuples(weights: object, kinds: tuple[str, ...]) -> None:
     """Makes tuples of the lists of tensors that a frozen object got, as autograd looks for tuples.
 
-    Args:
-        weights: The object.
-        kinds: Its attributes.
-
     Raises:
-        ShapeError: One is a tensor, or nothing that has tensors.
+        ShapeError: An attribute is a tensor, or nothing that has tensors.
     """
     for name in kinds:
         tensors = getattr(weights, name)
@@ -84,12 +80,7 @@ MATRIX, VECTOR = 2, 1
 
 
 def unstacked(tensors: Sequence[torch.Tensor], num_dims: int) -> tuple[torch.Tensor, ...]:
-    """One tensor for each expert.
-
-    Args:
-        tensors: Tensors of one expert or of a stack.
-        num_dims: The dimensions of one expert's.
-    """
+    """One tensor for each expert; more dimensions than ``num_dims`` make a stack."""
     found: list[torch.Tensor] = []
     for tensor in tensors:  # runs in every call
         found += tensor.unbind() if tensor.dim() > num_dims else (tensor,)
@@ -129,8 +120,6 @@ class SplitWeights:
             local experts in order.
         up: Likewise.
         down: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
-        fc1_bias: See :class:`ExpertWeights`.
-        fc2_bias: See :class:`ExpertWeights`.
     """
 
     gate: tuple[torch.Tensor, ...]
@@ -143,11 +132,7 @@ class SplitWeights:
         set_tuples(self, ("gate", "up", "down", "fc1_bias", "fc2_bias"))
 
     def check(self, config: MoEConfig) -> None:
-        """Refuses a layer that would read the joined rows in another order.
-
-        Raises:
-            ConfigError: The layer has gate and up rows in blocks.
-        """
+        """Refuses a layer with rows in blocks, which reads joined rows in another order."""
         if config.glu_interleave:
             raise ConfigError(
                 f"glu_interleave={config.glu_interleave} with gate and up projections that are "
@@ -155,11 +140,7 @@ class SplitWeights:
             )
 
     def apart(self) -> ExpertWeights:
-        """The same tensors.
-
-        Raises:
-            ShapeError: As :meth:`join`.
-        """
+        """The same tensors; for errors see :meth:`join`."""
         self._check_pairs()
         return ExpertWeights(
             fc1=(*self.gate, *self.up),
@@ -231,9 +212,7 @@ class WrappedWeights(ExpertWeights):
 class SplitGrads:
     """Buffers for the gradients of :class:`SplitWeights`, not initialized.
 
-    Args:
-        weights: The parameters.
-        are_apart: Whether a backend gets them by :meth:`SplitWeights.apart`, else by ``join``.
+    A backend gets them by :meth:`SplitWeights.apart` if they are apart, else by ``join``.
 
     Attributes:
         buffers: One for each weight that the backend gets, in the same order.

@@ -59,8 +59,6 @@ class GroupBackends:
 
     Args:
         group: The expert-parallel group or a wrapper of it, ``None`` for one rank.
-        device: Where the layers live.
-        settings: The user's.
         max_tokens: Most tokens of one rank and call. If it is ``None``, the ranks agree on the most
             at every call, and backends are made again when it exceeds what they were made for.
         tensor_group: The ranks that share each expert, ``None`` where experts are whole.
@@ -68,7 +66,6 @@ class GroupBackends:
     Attributes:
         group: That group, as torch knows it.
         max_tokens: The tokens that backends are made for now.
-        is_bounded: Whether the user has given that bound.
         is_shared: Whether layers find them by the same arguments.
     """
 
@@ -125,11 +122,7 @@ class GroupBackends:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
 
         Making one is collective over the group. At the first, ranks compare their settings: many
-        say in which collectives a rank takes part.
-
-        Args:
-            shape: The layer's; its ``max_tokens`` does not count.
-            dtype: Its weights', on which the choice "auto" depends.
+        say in which collectives a rank takes part. The shape's own ``max_tokens`` does not count.
 
         Raises:
             ConfigError: The ranks have different settings; or see
@@ -223,8 +216,6 @@ class LayerExperts(ABC):
     tell training from evaluation, so ``is_training`` is kept up to date by the adapter.
 
     Args:
-        group: The expert-parallel group, ``None`` for one rank.
-        dtype: The dtype of the experts' parameters.
         layer: The layer's number in the model, from 0.
         capacity_factor: The router's capacity factor; 1 where nothing is dropped.
 
@@ -233,7 +224,6 @@ class LayerExperts(ABC):
         num_tokens: Tokens of the calls in training so far, recomputation left out.
         is_training: Whether the model is being trained now.
         dtype: The dtype of the last call's tokens; the parameters' until there is a call.
-        rank: This rank in the group.
         owner: Marks the layer's launches: no other layer of this process has the same.
     """
 
@@ -273,18 +263,16 @@ class LayerExperts(ABC):
 
     @property
     def backend(self) -> Backend:
-        """The backend that computes the layer.
+        """The backend that computes the layer, made at the first use by :meth:`open`."""
+        return self.open() if self._backend is None else self._backend
 
-        It is made at the first use, which is collective over the group.
+    def open(self) -> Backend:
+        """Makes the backend. Collective over the group.
 
         Raises:
             ConfigError: The parameters have a dtype in which the chosen kernel cannot compute.
             DeviceError: The kernel was asked for and cannot run here.
         """
-        return self.open() if self._backend is None else self._backend
-
-    def open(self) -> Backend:
-        """Makes the backend. Collective over the group; see :attr:`backend`."""
         self._shape, self._backends = self.locate()
         backend = self._backends.backend_of(self._shape, self._weights_dtype)
         if backend.within.kind == "kernel" and self.dtype not in KERNEL_DTYPES:
@@ -307,13 +295,12 @@ class LayerExperts(ABC):
     def run(self, x: torch.Tensor, probs: torch.Tensor, compute: Compute) -> torch.Tensor:
         """Applies the experts. Collective over the group.
 
+        Tokens of float16 whose probabilities are NaN get an output of NaN.
+
         Args:
             x: ``[num_tokens, hidden]``.
             probs: ``[num_tokens, ...]`` in any float dtype, for all experts or the chosen ones.
             compute: Computes with the layer's weights.
-
-        Returns:
-            What ``compute`` does, with NaN for tokens of float16 whose probabilities are NaN.
 
         Raises:
             ShapeError: There are more tokens than the layer was built for.

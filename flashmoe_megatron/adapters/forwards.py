@@ -35,11 +35,8 @@ def with_all_below(module: nn.Module) -> list[nn.Module]:
 def touch_of(module: nn.Module) -> str | None:
     """Names what a call of a module would do besides its class's ``forward``.
 
-    Args:
-        module: A module that :func:`~flashmoe_megatron.touched.find_touched` has found.
-
-    Returns:
-        A noun, ``None`` if there are only hooks that may be left out.
+    Returns a noun for a module that :func:`~flashmoe_megatron.touched.find_touched` has found,
+    ``None`` if there are only hooks that may be left out.
     """
     kinds = {
         "forward": (module._forward_hooks, module._forward_pre_hooks),

@@ -33,9 +33,6 @@ class LayerGradients:
     """A MoE layer, and the gradients that become ready around its backward.
 
     Attributes:
-        number: The layer's.
-        backend: Computes it.
-        dtype: Its tokens'.
         tokens: Most tokens of one rank and call, ``None`` if the user has set no bound.
         own_bytes: The size of its experts' gradients that are reduced.
         other_bytes: The size of the others' that are, between it and the next MoE layer on each
@@ -77,14 +74,11 @@ def plan_reduction(
     """Plans the reduction of a model's gradients. Collective over all ranks of the job.
 
     Args:
-        layers: This rank's, in the order of the model; may be none.
+        layers: This rank's, in the order of the model; there is no plan without layers.
         settings: The user's.
         group: The layers' expert-parallel group.
         device: Where they live.
         operation: What reduces, the name of a line of the fit.
-
-    Returns:
-        The plan, ``None`` without layers.
 
     Raises:
         ConfigError: On every rank, if any has no fit, one of another machine, or a layer whose

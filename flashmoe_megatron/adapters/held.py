@@ -45,10 +45,6 @@ class Held:
     """Remembers what modules held when they were read, but modules, parameters and hooks.
 
     It keeps no function and no module alive: what a module holds may hold the module.
-
-    Args:
-        holding: What is looked at.
-        ignored: Attributes that the caller takes care of.
     """
 
     def __init__(self, holding: Holding, ignored: Collection[str] = frozenset()) -> None:
@@ -66,11 +62,7 @@ class Held:
         ]
 
     def change(self, holding: Holding) -> tuple[nn.Module | None, str] | None:
-        """The first attribute that is not what it was, ``None`` where all are.
-
-        Returns:
-            Its module and its name; no module for one of the other objects.
-        """
+        """The first attribute that is not what it was, with its module; ``None`` where all are."""
         modules, others = holding
         if (len(modules), len(others)) != self._size:
             return None, "the number of modules"
@@ -90,8 +82,6 @@ class _Attributes:
     """Remembers what one object held.
 
     Args:
-        own: The object's attributes.
-        ignored: Names that do not count.
         is_whole: Look also into functions and other objects to call that it holds.
     """
 

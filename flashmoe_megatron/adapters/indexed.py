@@ -28,13 +28,6 @@ class IndexedExperts(LayerExperts):
 
     Making one is collective over the group, and so is every call. The layer tells ``is_training``
     before each.
-
-    Args:
-        shape: The layer's; its ``max_tokens`` does not count.
-        backends: The backends of the layer's group.
-        dtype: The dtype that the experts compute in.
-        layer: The layer's number in the model, for the records.
-        capacity_factor: The router's capacity factor; 1 where nothing is dropped.
     """
 
     ORDERED_GRADS: ClassVar[bool] = False
@@ -67,9 +60,6 @@ class IndexedExperts(LayerExperts):
             expert_idx: ``[num_tokens, k]`` int32 or int64, -1 for a choice that does not count.
             expert_weight: ``[num_tokens, k]``, the routing weights.
             read_weights: Asked once; what it raises is raised on every rank.
-
-        Returns:
-            ``[num_tokens, hidden]`` in ``x.dtype``.
 
         Raises:
             RoutingError: A weight is NaN, unless tokens are float16: see :meth:`LayerExperts.run`.
@@ -178,14 +168,9 @@ class KnownExperts(Generic[_Seat]):
         look: Callable[[], Holding],
         read_shape: Callable[[], MoEConfig],
     ) -> None:
-        """Refuses experts that compute something else than when their seat was made.
+        """Refuses experts that compute something else than when :meth:`seat` gave their seat.
 
         Not collective; only experts of several ranks do.
-
-        Args:
-            seat: What :meth:`seat` gave for this call.
-            look: As in :meth:`seat`.
-            read_shape: As in :meth:`seat`.
 
         Raises:
             ConfigError: They do, or no backend computes what they do.

@@ -72,13 +72,7 @@ def add_crossings(totals: Totals, backends: Iterable[Backend]) -> None:
 
 
 def add_tokens(totals: Totals, layers: Sequence[LayerExperts], counted: dict[int, int]) -> None:
-    """Adds the tokens since the last call.
-
-    Args:
-        totals: Holds tokens by layer.
-        layers: The layers that are alive.
-        counted: The tokens at the last call, by a layer's identity; brought up to date.
-    """
+    """Adds the tokens since the last call."""
     for one in layers:
         if one.layer in totals.tokens:
             totals.tokens[one.layer] += one.num_tokens - counted[id(one)]

@@ -23,14 +23,10 @@ _ORIGINAL = "_flashmoe_original"
 def patch(owner: Any, name: str, make: Callable[[Function], Function]) -> None:
     """Puts a replacement in place of a function; does nothing if one of ours is there already.
 
-    Args:
-        owner: The module or class that has the function.
-        name: The function's name there.
-        make: Makes the replacement from the original. The replacement gets the original's name,
-            docstring and signature.
+    The replacement, made from the original, gets its name, docstring and signature.
 
     Raises:
-        AttributeError: The owner has no such function.
+        AttributeError: The owner, a module or class, has no such function.
     """
     original = getattr(owner, name)
     if original_of(original) is not original:
@@ -47,17 +43,14 @@ def original_of(function: Function) -> Function:
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Calls ``callback(module)`` right after the module's code has run.
+    """Calls ``callback(module)`` right after the code of a module, by its full name, has run.
+
+    It is called at once if the module is already imported; otherwise after its import, before any
+    importer sees it, and again where it is imported again. What it raises fails that import.
 
     The package wrapt offers the same under this name. It is not used because with
     ``FLASHMOE_AUTOLOAD=1`` this file is loaded by every process that imports torch, and a plugin
     that is loaded there must not depend on anything that may be missing.
-
-    Args:
-        name: Full name of a module, for example "megatron.core.utils".
-        callback: Called at once if the module is already imported; otherwise after its import,
-            before any importer sees it, and again where it is imported again. What it raises fails
-            that import.
     """
     module = sys.modules.get(name)
     # A module that is being imported right now is in sys.modules, but not complete.

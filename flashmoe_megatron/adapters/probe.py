@@ -36,9 +36,6 @@ def as_in_no_other_call(device: torch.device) -> Iterator[None]:
     The call may be a forward of evaluation, or it may be checkpointed or watched. Modes, hooks on
     saved tensors and hooks on all modules then count or record what runs, and would take the
     probe's rows for the caller's. The modules' own hooks are the business of who asks.
-
-    Args:
-        device: Where the function runs.
     """
     hooks = [dict(registry) for registry in _HOOKS_OF_ALL]
     for registry in _HOOKS_OF_ALL:
@@ -60,12 +57,7 @@ def as_in_no_other_call(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_mode(modules: Sequence[nn.Module], *, training: bool) -> Iterator[None]:
-    """Has modules in training or evaluation mode, and afterwards as they were.
-
-    Args:
-        modules: Each of them, and none below them.
-        training: The mode.
-    """
+    """Has these modules alone in training or evaluation mode, and afterwards as they were."""
     modes = [module.training for module in modules]
     try:
         for module in modules:

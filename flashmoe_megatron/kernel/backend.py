@@ -110,8 +110,6 @@ class _PlanOutcome(NamedTuple):
     """How a plan has ended.
 
     Attributes:
-        status: The library's.
-        num_row_blocks: Blocks of 128 rows that this rank receives.
         unfollowed: Mask of the ranks that have no backward of this forward.
         is_heard_late: The plan failed, and the host of some rank learns of it at a later call.
     """
@@ -152,13 +150,9 @@ class KernelBackend(Backend):
     """The routed experts of one layer as one persistent kernel per direction.
 
     Args:
-        config: The layer's shape.
-        group: The expert-parallel group, ``None`` for one rank.
-        device: This rank's Hopper GPU.
         memory: Shared memory to use in place of the group's own (virtual ranks in one process).
         rank: This rank, where ``memory`` is given.
         num_ctas: The kernel's grid; by default all SMs that are not reserved.
-        options: How the layer runs; by default each option's default.
 
     Raises:
         DeviceError: The device is not a Hopper GPU, or the library cannot be loaded.
@@ -377,17 +371,11 @@ class KernelBackend(Backend):
     ) -> PendingForward:
         """Begins a forward, for a caller that drives several ranks. Collective.
 
-        Args:
-            x: ``[num_tokens, hidden]``, contiguous, in the dtype of the weights.
-            probs: What :meth:`~flashmoe_megatron.call.Backend.forward` takes.
-            routing_map: Likewise.
-            num_row_blocks: Blocks of 128 rows that each buffer of received rows holds. Nothing is
-                launched yet, and :meth:`finish` launches the whole layer without waiting; if some
-                rank receives more, the output of every rank is NaN and the next call, or
-                :meth:`raise_pending_fault`, raises. ``None`` launches the plan, which counts the
-                rows.
-            followed: Whether a backward of it follows on this rank.
-            first_plan: What a forward without ``training`` has returned, if this one runs it again.
+        With ``num_row_blocks``, the blocks of 128 rows that each buffer of received rows holds,
+        nothing is launched yet, and :meth:`finish` launches the whole layer without waiting; if
+        some rank receives more, the output of every rank is NaN and the next call, or
+        :meth:`raise_pending_fault`, raises. ``None`` launches the plan, which counts the rows. For
+        the other arguments see :meth:`~flashmoe_megatron.call.Backend.forward`.
         """
         self._use_layout(self._transposed, self._split, x.dtype)
         self._describe()
@@ -574,11 +562,7 @@ class KernelBackend(Backend):
         return grad_x, grad_probs
 
     def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
-        """Gradients as the kernel writes them, and their table.
-
-        Raises:
-            ShapeError: One of them cannot be written.
-        """
+        """Gradients as the kernel writes them, and their table."""
         grads = UniformGrads(list(itertools.chain(*targets)))
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         return grads, table
@@ -615,17 +599,11 @@ class KernelBackend(Backend):
         )
 
     def raise_pending_fault(self) -> None:
-        """Raises what a launch found wrong that the host did not wait for.
+        """Raises what a launch found wrong that the host did not wait for; see the base class.
 
-        Not collective: ranks are in step after it where each has waited for its GPU before it.
-        Usable after CUDA itself has failed. The group can be used again afterwards; after a timeout
-        its next call allocates new memory, on all ranks.
-
-        Raises:
-            RowBoundError: A rank was to receive more rows than ``row_bound`` allows.
-            RoutingError: The routing of some rank cannot be used.
-            ConfigError: This rank has had a backward that some other rank has not.
-            PeerTimeoutError: A wait ran out of time, on this rank or on another.
+        Ranks are in step after it where each has waited for its GPU before it. Usable after CUDA
+        itself has failed. The group can be used again afterwards; after a timeout its next call
+        allocates new memory, on all ranks.
         """
         if self.memory.has_fault:  # which is asked before every launch, of host memory alone
             self._raise_fault()

@@ -411,10 +411,7 @@ def _check_complete(path: Path) -> None:
 
 @functools.cache
 def load(path: Path | None = None) -> ctypes.CDLL:
-    """Loads the library; needs neither a GPU nor a driver.
-
-    Args:
-        path: Where it is; by default what :func:`library_path` said at the first call.
+    """Loads the library of :func:`library_path` or another; needs neither a GPU nor a driver.
 
     Raises:
         DeviceError: The file is missing, is no libflashmoe or another version of it, or its structs
@@ -463,16 +460,9 @@ def function(name: str) -> Any:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Calls the library and turns a status into an error.
+    """Calls the library, and turns a status into the error that :func:`error` makes of it.
 
-    Args:
-        name: The function's name without ``flashmoe_``.
-        *arguments: Structs (passed by reference), integers and addresses.
-
-    Raises:
-        ConfigError: An argument was refused.
-        DeviceError: CUDA failed.
-        PeerTimeoutError: A peer did not come in time.
+    The name is the function's without ``flashmoe_``; structs are passed by reference.
     """
     converted = [
         ctypes.byref(argument) if isinstance(argument, ctypes.Structure) else argument

@@ -15,8 +15,7 @@ _drop: Drop | None = None
 def dropped_by(drop: Drop) -> Iterator[None]:
     """Says who can drop the graphs that are captured within.
 
-    Args:
-        drop: Makes a replay of them an error, and has them captured again when they are needed.
+    ``drop`` makes a replay of them an error, and has them captured again when they are needed.
     """
     global _drop
     before, _drop = _drop, drop
@@ -60,8 +59,7 @@ class Captured:
     def end(self) -> bool:
         """Drops the graphs, whose launches would wait for ranks that have left.
 
-        Returns:
-            Whether no graph is left, so that nothing is kept any more.
+        Returns whether no graph is left, so that nothing is kept any more.
         """
         for drop in self._drops:
             drop()

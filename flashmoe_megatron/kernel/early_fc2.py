@@ -14,9 +14,6 @@ logger = logging.getLogger("flashmoe_megatron")
 class EarlyFc2:
     """The stream on which others may use fc2's gradients before a group's last backward ends.
 
-    Args:
-        device: The GPU.
-
     Attributes:
         num_backwards: Number of the last backward, of any layer; a backward that a graph captures
             has none.
@@ -41,11 +38,8 @@ class EarlyFc2:
     ) -> torch.cuda.Stream | None:
         """A stream that waits for fc2's gradients of the last backward, not for all of it.
 
-        Args:
-            last_group: Gives the group as that backward's launch had it.
-
-        Returns:
-            ``None`` where the driver has no such waits, which is logged once.
+        It is ``None`` where the driver has no such waits, which is logged once. ``last_group``
+        gives the group as that backward's launch had it.
         """
         if self._has_no_waits:
             return None

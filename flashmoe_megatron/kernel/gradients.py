@@ -16,12 +16,6 @@ class UniformGrads:
     parameters have a ``main_grad`` and others, as frozen ones, have none; gradients that are not of
     the widest kind then get a buffer of it, for the length of the call. So do gradients that do not
     begin at a multiple of 16 bytes, as a ``main_grad`` that Megatron lays after one of odd length.
-
-    Args:
-        grads: Where the gradients of all weights and biases go, at least one.
-
-    Attributes:
-        grads: What to compute, in the same order.
     """
 
     def __init__(self, grads: Sequence[WeightGrad]) -> None:

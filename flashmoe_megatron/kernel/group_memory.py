@@ -260,8 +260,7 @@ class GroupMemory(EndsWithGroup):
     def ahead(self, *used: torch.Tensor) -> Iterator[None]:
         """Lets launches of its body run concurrently with later work of the current stream.
 
-        Args:
-            *used: Tensors that the current stream has made for them.
+        The tensors are made for them by the current stream.
         """
         if self._stream_ahead is None:
             self._stream_ahead = self._make_stream_ahead()

@@ -72,16 +72,7 @@ MOST_SLOT_SHARE = 0.1
 
 
 def check_slots_fit(config: MoEConfig, spare_slots: int, gpu_bytes: int) -> None:
-    """Refuses spare slots that take more memory than they are worth.
-
-    Args:
-        config: The layer's shape.
-        spare_slots: Spare slots of each rank.
-        gpu_bytes: Memory of this rank's GPU.
-
-    Raises:
-        ConfigError: They take more than ``MOST_SLOT_SHARE`` of it.
-    """
+    """Refuses spare slots that take more than ``MOST_SLOT_SHARE`` of this rank's GPU."""
     num_bytes = SLOT_BYTES * bindings.HeapBounds.of(config, spare_slots).slot_elements
     most = int(MOST_SLOT_SHARE * gpu_bytes)
     if num_bytes > most:
@@ -95,10 +86,8 @@ def check_slots_fit(config: MoEConfig, spare_slots: int, gpu_bytes: int) -> None
 def transient_blocks(sizes: bindings.FlashMoESizes) -> int | None:
     """Blocks of rows of a forward that keeps nothing and counts none first.
 
-    Its buffers live no longer than the call, so they may be for the most that there can be.
-
-    Returns:
-        ``None`` if that is more than ``TRANSIENT_BYTES``.
+    Its buffers live no longer than the call, so they may be for the most that there can be;
+    ``None`` if that is more than ``TRANSIENT_BYTES``.
     """
     most = int(sizes.max_row_blocks)
     return most if most * _transient_block_bytes(sizes) <= TRANSIENT_BYTES else None
@@ -116,7 +105,7 @@ def plan_memory(
     num_row_blocks: int | None = None,
     num_ctas: int = DEFAULT_CTAS,
 ) -> MemoryPlan:
-    """Computes what a layer takes.
+    """Computes the bytes that a layer takes.
 
     Args:
         config: The layer's shape; every rank has ``config.max_tokens`` tokens.
@@ -124,9 +113,6 @@ def plan_memory(
         num_row_blocks: Blocks of 128 rows that this rank receives; ``None`` takes the mean under
             uniform random routing.
         num_ctas: The kernel's grid.
-
-    Returns:
-        The bytes.
 
     Raises:
         ConfigError: The kernel cannot run such a layer, or ``keep`` is unknown.

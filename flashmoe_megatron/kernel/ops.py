@@ -68,7 +68,7 @@ def given(
     has_no_backward: bool = False,
     first_plan: torch.Tensor | None = None,
 ) -> tuple[object, ...]:
-    """The last arguments of :data:`plan` and :data:`forward`: tokens, their routing or a router.
+    """The last arguments of :data:`plan` and :data:`forward`: tokens, and routing or a router.
 
     Args:
         x: The tokens.

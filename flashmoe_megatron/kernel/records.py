@@ -44,14 +44,9 @@ _MOST_NS = 2**32 // WARPS
 def launch_record(
     record: bindings.FlashMoERecord, before: bindings.FlashMoERecord, num_ranks: int
 ) -> LaunchRecord:
-    """Takes one launch's share out of counters that run on.
+    """Takes one launch's share out of counters that run on, by the record before it.
 
     Phases of a launch that may have been too long to count them are left out, as not measured.
-
-    Args:
-        record: The launch's record.
-        before: The record of the launch before, or an empty one.
-        num_ranks: Ranks of the group.
     """
     counters, earlier = record.counters, before.counters
     is_known = before.sequence + 1 == record.sequence and (before.epoch or not before.sequence)

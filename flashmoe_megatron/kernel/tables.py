@@ -42,9 +42,7 @@ class AddressTables:
     """The tables of all layers that share a backend.
 
     Args:
-        config: The layers' shape.
         memory: Keeps tables that CUDA graphs have captured.
-        device: The GPU.
     """
 
     def __init__(self, config: MoEConfig, memory: GroupMemory, device: torch.device) -> None:
@@ -62,10 +60,7 @@ class AddressTables:
     ) -> WeightTables:
         """Returns the tables of a layer's weights, whose addresses are read again at every call.
 
-        Args:
-            weights: The local experts.
-            problem: The layer as the library sees it, of the weights' dtype and layout.
-            sizes: What the library says of that problem.
+        Problem and sizes are the library's for the weights' dtype and layout.
 
         Raises:
             ShapeError: A weight is not what the layer was built for, or the kernel cannot read it.
@@ -116,12 +111,9 @@ class AddressTables:
     ) -> torch.Tensor:
         """The table of where gradients go.
 
-        Args:
-            grads: The gradients of all fc1, then of all fc2, then of their biases in the same order
-                if there are any; all of one dtype, and all added or all written.
-            dtype: The weights' dtype.
-            problem: The layer as the library sees it, of the weights' layout.
-            sizes: What the library says of that problem.
+        They are those of all fc1, then of all fc2, then of their biases in the same order if there
+        are any; all of one dtype, and all added or all written. The dtype is the weights'; see
+        :meth:`of_weights` for the others.
 
         Raises:
             ShapeError: The kernel cannot write one of them, or they are not one for each weight.
@@ -213,11 +205,7 @@ class AddressTables:
         return addresses
 
     def _check_sizes(self, grads: Sequence[WeightGrad], problem: bindings.FlashMoEProblem) -> None:
-        """Refuses gradients that end elsewhere than their weights.
-
-        Raises:
-            ShapeError: One of them does.
-        """
+        """Refuses gradients that end elsewhere than their weights."""
         config, experts = self._config, self._config.num_local_experts
         matrix = config.hidden * config.intermediate
         fc1 = (matrix, matrix) if problem.is_split else (config.fc1_rows * config.hidden,)

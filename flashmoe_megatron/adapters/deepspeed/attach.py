@@ -53,7 +53,6 @@ class _Layer:
     Attributes:
         name: The name of the module that the model's author wrote.
         module: DeepSpeed's layer, below it for the native family.
-        family: Knows its class.
     """
 
     name: str
@@ -75,10 +74,6 @@ class _State:
 
 def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     """Fuses an engine's MoE layers. Collective over all ranks; a second call adds nothing.
-
-    Args:
-        engine: DeepSpeed's, initialized.
-        settings: The user's, enabled, and the same on every rank.
 
     Returns:
         For every MoE layer of this rank's model, by name, "fused" or why it was left alone.

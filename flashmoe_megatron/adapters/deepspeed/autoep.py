@@ -30,12 +30,8 @@ _QUICK_GELU_ALPHA = 1.702
 class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
     """Takes the place of a layer's class ``AutoEPMoELayer``: its router, our experts.
 
-    Parameters, buffers and their names are those of ``AutoEPMoELayer``.
-
-    Attributes:
-        flashmoe: Applies the experts and counts the routes.
-        watched: What the experts' modules were when flashmoe was attached.
-        form: What the experts compute, as fields of MoEConfig.
+    Parameters, buffers and their names are those of ``AutoEPMoELayer``; see :func:`.layers.fuse`
+    for the further attributes.
     """
 
     flashmoe: Served
@@ -45,15 +41,9 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Routes, applies the experts and adds the shared ones.
+        """Routes ``[batch, sequence, hidden]`` tokens, and sums up routed and shared experts.
 
-        Collective over the layer's expert-parallel group.
-
-        Args:
-            hidden_states: ``[batch, sequence, hidden]``.
-
-        Returns:
-            What ``AutoEPMoELayer`` returns for the model at hand.
+        Collective over the layer's expert-parallel group. Returns what ``AutoEPMoELayer`` does.
 
         Raises:
             ConfigError: The experts have changed.
@@ -87,13 +77,7 @@ SUFFIX = ""
 
 
 def inspect(layer: AutoEPMoELayer) -> LayerInfo:
-    """Reads a layer's structure.
-
-    Args:
-        layer: A layer of DeepSpeed's class, in an engine.
-
-    Returns:
-        What the adapter needs to know of it.
+    """Reads the structure of a layer in an engine.
 
     Raises:
         ConfigError: It cannot be served; says why.

@@ -31,10 +31,6 @@ class ExpertForm:
     """Says what an expert computes, and which of its linear layers are which.
 
     Attributes:
-        hidden: Model width.
-        intermediate: FFN width.
-        activation: Applied to fc1's output, or to its gate half.
-        gated: Whether there is a gate.
         fc1: Name of the first linear layer, or names of gate and up.
         fc2: Name of the last linear layer.
         up_first: The one layer ``fc1`` of a gated expert has the up rows before the gate rows.
@@ -55,14 +51,9 @@ class ExpertForm:
 
 
 def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
-    """Finds the form of one expert.
+    """Finds the one form that computes what an expert computes.
 
-    Args:
-        expert: Takes and returns ``[..., hidden]``; is run, its parameters stay as they are.
-        hidden: The layer's width.
-
-    Returns:
-        The one form that computes what the module computes.
+    The expert takes and returns ``[..., hidden]``; it is run, and its parameters stay as they are.
 
     Raises:
         ConfigError: There is none; says what the module has instead.
@@ -98,15 +89,7 @@ def recognise(expert: nn.Module, hidden: int) -> ExpertForm:
 
 
 def read_weights(experts: Sequence[nn.Module], form: ExpertForm) -> ExpertWeights | SplitWeights:
-    """The parameters of recognised experts, where they are now.
-
-    Args:
-        experts: The local experts, all of the one form.
-        form: From :func:`recognise`.
-
-    Returns:
-        Parameters and views of parameters, differentiable.
-    """
+    """The parameters of recognised local experts, or views of them, where they are now."""
     fc1 = [[_linear(expert, name) for name in form.fc1] for expert in experts]
     fc2 = [_linear(expert, form.fc2) for expert in experts]
     fc1_bias = tuple(bias for linears in fc1 for bias in _first_biases(linears, form))
@@ -207,9 +190,6 @@ class _Proof:
     """One run of the module with the parameters of a copy.
 
     Attributes:
-        x: ``[PROBE_ROWS, hidden]`` float64.
-        copy: The parameters that the module ran with.
-        out: The module's output for x.
         grads: The gradients of x and the parameters; ``None`` where there is none.
     """
 

@@ -69,11 +69,8 @@ def uninstall() -> None:
 def attach(engine: Any) -> dict[str, str]:
     """Fuses the MoE layers of an engine that exists. Collective over all ranks.
 
-    May be called again, also after :func:`initialize`, to have the report.
-
-    Args:
-        engine: From ``deepspeed.initialize``. Its configuration's section holds; without one,
-            flashmoe is enabled with the defaults.
+    May be called again, also after :func:`initialize`, to have the report. The section of the
+    engine's configuration holds; without one, flashmoe is enabled with the defaults.
 
     Returns:
         For every MoE layer of this rank, by name, "fused" or a sentence why it was left alone.

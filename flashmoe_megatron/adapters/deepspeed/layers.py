@@ -24,8 +24,6 @@ class LayerInfo:
 
     Attributes:
         shape: The layer's shape; ``max_tokens`` does not count.
-        group: The layer's expert-parallel group.
-        dtype: The dtype of the experts' parameters.
         watched: What the experts are, and all modules in them.
         form: What its experts compute, as its family says it.
         is_split: Its experts' gate and up projections are not one parameter with the gate first.
@@ -43,12 +41,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class Served:
-    """Holds what a fused layer has besides its own modules.
-
-    Attributes:
-        experts: Applies its experts.
-        routes: Counts its routes.
-    """
+    """Applies the experts of a fused layer, and counts its routes."""
 
     experts: RoutedExperts
     routes: RouteCounter

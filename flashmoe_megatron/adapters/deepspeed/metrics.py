@@ -31,11 +31,7 @@ from flashmoe_megatron.telemetry.totals import Totals
 
 
 class MonitorSink:
-    """DeepSpeed's monitor: its wandb, TensorBoard, CSV files and Comet.
-
-    Args:
-        monitor: The engine's.
-    """
+    """DeepSpeed's monitor: its wandb, TensorBoard, CSV files and Comet."""
 
     def __init__(self, monitor: Any) -> None:
         self._monitor = monitor
@@ -120,9 +116,6 @@ def make_group(device: torch.device) -> dist.ProcessGroup:
 
     Reports begin in forwards, and one rank may run a forward alone, to evaluate for example. In
     a group that anybody else uses, this rank's report would pair with whatever the others do next.
-
-    Args:
-        device: Where the group communicates.
     """
     world = dist.group.WORLD
     assert world is not None

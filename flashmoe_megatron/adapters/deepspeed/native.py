@@ -28,12 +28,8 @@ from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 class FlashMOELayer(MOELayer):  # type: ignore[misc]
     """Takes the place of a layer's class ``MOELayer``: DeepSpeed's gate, then our experts.
 
-    Parameters, buffers and their names are those of ``MOELayer``.
-
-    Attributes:
-        flashmoe: Applies the experts and counts the routes.
-        watched: What the experts' modules were when flashmoe was attached.
-        form: What the experts compute.
+    Parameters, buffers and their names are those of ``MOELayer``; see :func:`.layers.fuse` for the
+    further attributes.
     """
 
     flashmoe: Served
@@ -43,12 +39,11 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
     def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Routes and applies the experts. Collective over the layer's expert-parallel group.
 
+        Sets ``l_aux`` and ``exp_counts`` as ``MOELayer`` does, and returns tokens in their shape.
+
         Args:
             *inputs: ``[..., hidden]`` tokens, and for k=1 a mask ``[num_tokens]`` of those in use.
             **kwargs: Not used by DeepSpeed either.
-
-        Returns:
-            Like the tokens. ``l_aux`` and ``exp_counts`` are set as ``MOELayer`` does.
 
         Raises:
             ConfigError: The experts have changed.
@@ -80,13 +75,7 @@ SUFFIX = ".deepspeed_moe"
 
 
 def inspect(layer: MOELayer) -> LayerInfo:
-    """Reads a layer's structure.
-
-    Args:
-        layer: A layer of DeepSpeed's class, in an engine.
-
-    Returns:
-        What the adapter needs to know of it.
+    """Reads the structure of a layer in an engine.
 
     Raises:
         ConfigError: It cannot be served; says why.

@@ -24,16 +24,7 @@ def engine_problem(engine: Any) -> str | None:
 
 
 def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> str | None:
-    """Says what keeps this rank's device from serving a layer.
-
-    Args:
-        info: The layer.
-        settings: The user's.
-        device: The engine's.
-
-    Returns:
-        A sentence with the way out, ``None`` if the layer can be served.
-    """
+    """Says what keeps this rank's device from serving a layer, with the way out."""
     try:
         kind = resolve_kind(settings.backend, device, info.dtype)
         if kind == "kernel":
@@ -50,13 +41,7 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
 
 
 def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> str | None:
-    """Says what keeps a layer's experts from having replicas, if these are asked for.
-
-    Args:
-        info: The layer.
-        zero_stage: The engine's.
-        settings: The user's.
-    """
+    """Says what keeps a layer's experts from having replicas, if these are asked for."""
     if not settings.filled_slots:
         return None
     asked = f"{SECTION}.spare_slots is {settings.spare_slots}"
@@ -97,13 +82,7 @@ def kernel_problem(info: LayerInfo) -> str | None:
 
 
 def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str], settings: Settings) -> str | None:
-    """Says what keeps an expert-parallel group from spanning the hosts that it spans.
-
-    Args:
-        ranks: The group's, in its order.
-        hosts: The host of every rank.
-        settings: The user's.
-    """
+    """Says what keeps an expert-parallel group from spanning its ranks' hosts."""
     try:
         grid = arrange([hosts[rank] for rank in ranks], 0)
     except ConfigError as error:

@@ -8,9 +8,6 @@ import torch
 class RouteCounter:
     """Counts the routes of one layer on the device, without waiting for it.
 
-    Args:
-        device: The device of the layer's routes.
-
     Attributes:
         is_read: Whether somebody reads the counts.
         is_training: Whether the layer is being trained now; nothing else is counted.
@@ -35,11 +32,7 @@ class RouteCounter:
 
 
 class RouteReader:
-    """Reads the counters of all layers; on a GPU one reading late, so that the host does not wait.
-
-    Args:
-        counters: This rank's counters; none is fine.
-    """
+    """Reads the counters of all layers; on a GPU a reading late, so that the host never waits."""
 
     def __init__(self, counters: Sequence[RouteCounter]) -> None:
         self._counters = counters

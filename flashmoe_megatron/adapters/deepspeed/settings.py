@@ -52,17 +52,11 @@ class Settings(FrameworkOptions):
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Reads the section of a DeepSpeed configuration.
-
-    Args:
-        config: The whole configuration, as loaded from JSON.
-
-    Returns:
-        The settings; not enabled if there is no section.
+    """Reads the section of a DeepSpeed configuration; without one, flashmoe is not enabled.
 
     Raises:
-        ConfigError: A key is unknown (the message names a similar one); a value has no
-            meaning; or there is a section that does not say whether to enable it.
+        ConfigError: A key is unknown (the message names a similar one); a value has no meaning; or
+            there is a section that does not say whether to enable it.
     """
     for key in config:
         letters = str(key).lower().replace("_", "").replace("-", "")
@@ -91,9 +85,6 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 def resolve_alias(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Understands ``"expert_parallel": {"comm_backend": "flashmoe"}``.
-
-    Args:
-        config: The whole configuration.
 
     Returns:
         A configuration that DeepSpeed accepts, with the section enabled; ``None`` if the alias is

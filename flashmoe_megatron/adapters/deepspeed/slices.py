@@ -18,13 +18,9 @@ def size_buckets(
     group: dist.ProcessGroup | None,
     settings: Settings,
 ) -> None:
-    """Sets the size of the engine's buckets if the user has set none. Collective over all ranks.
+    """Sets the size of ZeRO's buckets if the user has set none. Collective over all ranks.
 
-    Args:
-        engine: DeepSpeed's, before its first backward.
-        layers: This rank's layers, in the order of the model.
-        group: Their expert-parallel group.
-        settings: The user's.
+    Called before the engine's first backward, with this rank's layers in the order of the model.
 
     Raises:
         ConfigError: On every rank: the ZeRO stage has no buckets that are reduced while a backward

@@ -34,16 +34,11 @@ def patch_arguments(arguments: ModuleType) -> None:
 
 
 def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the dispatcher type, our megakernel and the flashmoe group to a parser.
-
-    Args:
-        parser: Has ``--moe-token-dispatcher-type``.
-
-    Returns:
-        The same parser.
+    """Adds the dispatcher type, our megakernel and the flashmoe group to a parser; returns it.
 
     Raises:
-        ConfigError: The parser has no such flag, so this is no Megatron that can be extended.
+        ConfigError: There is no ``--moe-token-dispatcher-type``: this is no Megatron that can be
+            extended.
     """
     dispatcher = _action(parser, "moe_token_dispatcher_type")
     if dispatcher is None:

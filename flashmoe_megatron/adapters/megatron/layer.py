@@ -59,15 +59,12 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Remembers the routing of a call.
+        """Remembers the routing of a call, and hands tokens and probabilities on as they are.
 
         Args:
             hidden_states: ``[..., hidden]``.
             routing_map: ``[num_tokens, num_experts]`` bool.
             probs: ``[num_tokens, num_experts]``.
-
-        Returns:
-            Tokens and probabilities as they are.
         """
         if self._is_fused:
             self.routing_map = routing_map
@@ -88,9 +85,6 @@ class FlashMoETokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
         """Puts the shared expert on its own stream, if ``--moe-shared-expert-overlap`` is on.
 
         Megatron's own dispatchers put its parts between the steps of their communication.
-
-        Args:
-            hidden_states: ``[..., hidden]``.
         """
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)

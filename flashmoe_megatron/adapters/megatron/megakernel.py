@@ -33,11 +33,8 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
     """Applies a layer's experts. Owns no parameters and leaves no trace in a checkpoint.
 
     Args:
-        config: Megatron's TransformerConfig.
-        ep_group: The layer's expert-parallel group.
         routed_experts: The layer's ``experts``, which keep owning their weights.
         shared_experts: The layer's shared expert, ``None`` if it has none.
-        num_local_experts: Experts of this rank.
         layer_number: Megatron's number of the layer, from 1; metrics count from 0, as Megatron's
             own do. Megatron's factory does not know it; without it, layers are numbered as they
             are built.
@@ -77,17 +74,9 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
     def forward(
         self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> torch.Tensor:
-        """Applies the routed experts, and adds the shared one's output.
+        """Applies the routed experts, and adds the shared one's output; see :class:`RoutedExperts`.
 
-        Collective over the group.
-
-        Args:
-            hidden_states: ``[..., hidden]``.
-            probs: ``[num_tokens, num_experts]``.
-            routing_map: ``[num_tokens, num_experts]`` bool.
-
-        Returns:
-            The layer's output, in the shape and dtype of ``hidden_states``.
+        Collective over the group. The output has the shape and dtype of ``[..., hidden]`` tokens.
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         output = self._routed(tokens, probs, routing_map, layer=self._layer)

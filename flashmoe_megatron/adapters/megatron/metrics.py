@@ -77,10 +77,6 @@ class MoEMetrics:
         The first call only looks at what layers there are; metrics begin with the next iteration.
         So it is with the first call after torch.distributed has been initialized again.
 
-        Args:
-            iteration: The iteration's number.
-            is_last: No iteration follows: the last report is waited for, and written.
-
         Raises:
             ConfigError: On every rank, in the first call, if ranks were given different metrics or
                 intervals.

@@ -32,10 +32,6 @@ def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
     """Tells the other ranks the dispatcher of this rank's first MoE layer in a group.
 
     Not collective, and never waits.
-
-    Args:
-        group: The layer's expert-parallel group.
-        dispatcher: A value of ``--moe-token-dispatcher-type``.
     """
     group = torch_group(group)
     if group is not None and _has_peers(group) and (known := _of(group)).answers is None:
@@ -47,10 +43,6 @@ def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> Non
     """Waits until all ranks of a group have stored their first layer's dispatcher, and compares.
 
     Does nothing for a group whose ranks have been found to agree.
-
-    Args:
-        group: The expert-parallel group; this rank has stored its own.
-        timeout: Longest wait, in seconds.
 
     Raises:
         ConfigError: They differ, or a rank has built no MoE layer within the timeout.

@@ -58,9 +58,6 @@ class RoutedExperts(LayerExperts):
     Making one is collective over the group.
 
     Args:
-        config: Megatron's TransformerConfig.
-        experts: The layer's ``experts`` module.
-        group: The layer's expert-parallel group.
         tensor_group: The ranks that share each expert, as the scheduled backend lets them.
 
     Attributes:
@@ -126,9 +123,6 @@ class RoutedExperts(LayerExperts):
             routing_map: ``[num_tokens, num_experts]`` bool.
             layer: The layer's number in the model, for the records.
             experts: The layer's ``experts`` now, if the caller has the layer.
-
-        Returns:
-            ``[num_tokens, hidden]`` in ``x.dtype``.
 
         Raises:
             ConfigError: The experts or the padding to capacity were changed or replaced since
@@ -289,13 +283,7 @@ _UNBOUNDED = (
 
 
 def describe(backend: Backend, config: Any, *, is_bounded: bool) -> str:
-    """Describes the backend, the layer's shape and its capacity in one line.
-
-    Args:
-        backend: Computes the layer.
-        config: Megatron's TransformerConfig.
-        is_bounded: A bound of tokens was given.
-    """
+    """Describes the backend, the layer's shape and its capacity in one line."""
     shape = backend.config
     parts = [
         f"backend {backend.within.kind}",

@@ -105,13 +105,8 @@ def current_value(name: str) -> Any:
 def configure(**options: Any) -> Settings:
     """Chooses settings from code, for models that are built without Megatron's arguments.
 
-    Takes effect for layers built later; goes before the command line.
-
-    Args:
-        **options: Fields of :class:`Settings`; what is left out has its default.
-
-    Returns:
-        The settings.
+    Takes effect for layers built later; goes before the command line. The options are fields of
+    :class:`Settings`; what is left out has its default.
 
     Raises:
         ConfigError: A name is unknown, or a value has no meaning.

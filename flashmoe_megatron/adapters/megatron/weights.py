@@ -23,10 +23,6 @@ class HeldExperts:
     without a word, so that it is refused. Classes and structure are looked at again only where
     modules or parameters are others.
 
-    Args:
-        experts: As :func:`expert_weights` takes them.
-        hidden: The model's width.
-
     Raises:
         ConfigError: Their structure is not known, a class or a ``forward`` is not Megatron's, or
             there are hooks around a forward or a backward, but for those of Megatron's DDP; names
@@ -141,9 +137,6 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
             each weight or with none, or the GroupedMLP of Megatron-Core 0.16 (``weight1`` and
             ``weight2`` for all experts), which Megatron gives no biases.
         hidden: The model's width.
-
-    Returns:
-        The parameters themselves, or for GroupedMLP views of them.
 
     Raises:
         ConfigError: The structure is none of these, or some experts have a bias and others none;

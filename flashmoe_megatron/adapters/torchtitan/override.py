@@ -58,11 +58,7 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):  # type: ignore[misc]
-        """As ``RoutedExperts.Config``.
-
-        Attributes:
-            options: See :class:`~flashmoe_megatron.adapters.options.ModuleOptions`.
-        """
+        """As ``RoutedExperts.Config``, with options."""
 
         options: ModuleOptions
 
@@ -87,9 +83,6 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
             topk_scores_BLK: ``[batch, sequence, k]``, the routing weights.
             topk_expert_ids_BLK: ``[batch, sequence, k]``, ids of all ranks' experts.
             num_local_tokens_per_expert_E: Not needed, since the launch counts the rows itself.
-
-        Returns:
-            As ``x_BLD``.
 
         Raises:
             ConfigError: The experts are sharded within, as tensor parallelism does without expert
@@ -156,10 +149,6 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
 
 def replace_routed_experts(config: Any, **options: Any) -> Any:
     """The configuration of a layer with its routed experts on flashmoe.
-
-    Args:
-        config: The layer's, a ``RoutedExperts.Config``.
-        **options: Fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`.
 
     Raises:
         ConfigError: An option is unknown or has no meaning; or the layer's experts or dispatcher

@@ -29,14 +29,8 @@ _settings = ModuleOptions()
 def configure(**options: Any) -> ModuleOptions:
     """Chooses how experts run from their next call on, which reads again how they compute.
 
-    The same on every rank.
-
-    Args:
-        **options: Fields of :class:`~flashmoe_megatron.adapters.options.ModuleOptions`; what is
-            left out has its default.
-
-    Returns:
-        The options.
+    The same on every rank. The options are fields of
+    :class:`~flashmoe_megatron.adapters.options.ModuleOptions`; what is left out has its default.
 
     Raises:
         ConfigError: A name is unknown, or a value has no meaning.
@@ -59,11 +53,7 @@ class RoutedExperts(IndexedExperts):
     """Applies the routed experts of one module of transformers.
 
     Args:
-        shape: See :class:`IndexedExperts`.
-        backends: Likewise.
-        dtype: Likewise.
         sizes: The shapes of the module's two stacks of matrices.
-        layer: See :class:`IndexedExperts`.
     """
 
     WAYS_OUT_OF_DTYPE = (
@@ -84,11 +74,7 @@ class RoutedExperts(IndexedExperts):
         self._sizes = sizes
 
     def check_sizes(self, sizes: _Sizes) -> None:
-        """Refuses stacks whose shapes are not the layer's.
-
-        Raises:
-            ConfigError: They are, as after experts were pruned.
-        """
+        """Refuses stacks whose shapes are not the layer's, as after experts were pruned."""
         if sizes != self._sizes:
             got, had = ([tuple(size) for size in both] for both in (sizes, self._sizes))
             raise ConfigError(
@@ -131,9 +117,6 @@ def apply_experts(
             experts, or -1 for none.
         top_k_weights: ``[num_tokens, k]``.
         group: The expert-parallel group, ``None`` if the module has all experts.
-
-    Returns:
-        ``[num_tokens, hidden]`` in the dtype of ``hidden_states``.
 
     Raises:
         ConfigError: The experts compute something that no backend does, have hooks within, or have

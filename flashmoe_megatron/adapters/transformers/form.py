@@ -42,9 +42,6 @@ _OF_PARAMETERS = "parametrizations"
 def holding_of(experts: nn.Module) -> Holding:
     """Finds all that decides what experts compute but their parameters, and calls no module.
 
-    Args:
-        experts: As in :func:`read_shape`.
-
     Raises:
         ConfigError: A module of theirs has hooks or a ``forward`` of its own.
     """
@@ -119,11 +116,8 @@ def read_shape(experts: nn.Module, topk: int, num_ranks: int) -> MoEConfig:
 def read_weights(experts: nn.Module, dtype: torch.dtype | None = None) -> ExpertWeights:
     """The parameters of experts, where they are now.
 
-    Args:
-        experts: As in :func:`read_shape`.
-        dtype: What to compute in, by default that of the second projection; parameters of another
-            are cast, with gradients in their own. Those whose rows are not consecutive elements are
-            copied.
+    They are computed in ``dtype``, by default that of the second projection; parameters of another
+    are cast, with gradients in their own. Those whose rows are not consecutive elements are copied.
     """
     down = experts.down_proj  # computed here, where adapters are applied to parameters
     assert isinstance(down, torch.Tensor)

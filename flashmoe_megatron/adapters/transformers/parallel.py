@@ -32,12 +32,9 @@ class FlashMoEParallel(EPImplementation):  # type: ignore[misc]
         """Applies the experts of all ranks to this rank's tokens. Collective over both meshes.
 
         Args:
-            hidden_states: ``[num_tokens, hidden]``.
+            hidden_states: ``[num_tokens, hidden]``, as the result.
             top_k_index: ``[num_tokens, k]`` ids of all ranks' experts.
             top_k_weights: ``[num_tokens, k]``.
-
-        Returns:
-            ``[num_tokens, hidden]``.
         """
         given = (hidden_states, top_k_index, top_k_weights)
         has_all_rows = self.tp_mesh.size() == 1

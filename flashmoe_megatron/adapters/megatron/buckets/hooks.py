@@ -41,9 +41,6 @@ class _Hook:
 
     It holds nothing. DDP keeps each parameter's node of autograd, and the node keeps the parameter
     and its hooks where Python's garbage collector does not see them: all would live forever.
-
-    Attributes:
-        experts: Gives the experts whose launches add to the parameter's ``main_grad``, or ``None``.
     """
 
     def __init__(self, ddp: Any, param: torch.Tensor, original: Function) -> None:
@@ -370,11 +367,7 @@ class ExpertHooks:
 
     @contextlib.contextmanager
     def _on_their_stream(self, *, waits: bool) -> Iterator[None]:
-        """Makes the launches' stream the current one, for collectives wait for that alone.
-
-        Args:
-            waits: Something on the current stream is needed there.
-        """
+        """Makes the launches' stream the current one, for collectives wait for that alone."""
         stream = self._stream
         current = None if stream is None else current_stream(stream.device_index)
         if current is None or current == stream:

@@ -140,8 +140,7 @@ def _size_buckets(
 ) -> int | None:
     """Gives buckets the size that fits a gap, if the user has not chosen one. Collective.
 
-    Returns:
-        That size in elements, ``None`` where buckets keep another.
+    Returns that size in elements, ``None`` where buckets keep another.
     """
     operation = "reduce_scatter" if will_scatter else "all_reduce"
     sizes = [_plan(ddp_config, chunk, operation) for chunk in chunks]
@@ -159,10 +158,7 @@ def _is_chosen(ddp_config: Any) -> bool:
 
 
 def _plan(ddp_config: Any, module: torch.nn.Module, operation: str) -> int:
-    """Plans what each layer has room for. Collective over all ranks.
-
-    Returns:
-        How many elements of a bucket fit, 0 if none does.
+    """Plans what each layer has room for, in elements of a bucket. Collective over all ranks.
 
     Raises:
         ConfigError: Nothing is reduced while a backward runs, or a rank cannot plan.

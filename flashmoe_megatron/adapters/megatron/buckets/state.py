@@ -43,11 +43,9 @@ class Buckets:
         self._backend: Backend | None = None
 
     def note_backward(self, backend: Backend, fc2_in_main_grad: Sequence[torch.Tensor]) -> None:
-        """Notes that a layer's backward has been launched, before its parameters' hooks run.
+        """Notes a layer's backward that has been launched, before its parameters' hooks run.
 
-        Args:
-            backend: The backend that has launched it.
-            fc2_in_main_grad: The fc2 weights whose gradients it adds to main_grad.
+        It adds the gradients of the given weights of fc2 to main_grad.
         """
         self._number, self._backend = self._number + 1, backend
         for weight in fc2_in_main_grad:

@@ -87,21 +87,12 @@ class Refusal:
 
 
 def refusals_of(config: Any, refusals: Iterable[Refusal]) -> Iterator[Refusal]:
-    """The refusals that a configuration meets, in the order of the table.
-
-    Args:
-        config: A TransformerConfig, also before its ``__post_init__``, or parsed arguments.
-        refusals: The table.
-    """
+    """The refusals that a TransformerConfig or parsed arguments meet, in the table's order."""
     return (refusal for refusal in refusals if refusal.is_asked(config))
 
 
 def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
-    """Raises for the first refusal that a configuration meets; see :func:`refusals_of`.
-
-    Raises:
-        ConfigError: Names the flag and the way out.
-    """
+    """Raises a ConfigError with the flag and the way out for the first refusal that is met."""
     for refusal in refusals_of(config, refusals):
         raise ConfigError(refusal.message(config))
 

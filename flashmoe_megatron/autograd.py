@@ -13,13 +13,7 @@ import torch
 from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager, unseen
-from flashmoe_megatron.errors import (
-    ConfigError,
-    FlashMoEError,
-    ShapeError,
-    reason_of,
-    told_error,
-)
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
 from flashmoe_megatron.weights import (
     ExpertWeights,
@@ -37,10 +31,7 @@ class MainGrads(Protocol):
     """Has backwards add weights' gradients to ``main_grad``, and learns of each weight by a hook.
 
     The hook is on the weight's gradient accumulator, which autograd runs once in a backward pass,
-    after every contribution. A gradient that was added elsewhere reaches it as none.
-
-    Attributes:
-        gives_dummies: Whether the accumulators get a dummy in place of none.
+    after every contribution. A gradient that was added elsewhere reaches it as none, or as a dummy.
     """
 
     gives_dummies: bool
@@ -264,12 +255,7 @@ def _one_routing(
     topk_idx: torch.Tensor | None,
     topk_weight: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The form of routing that is given, as a backend takes it.
-
-    Raises:
-        ConfigError: Both are, or none as a whole.
-        ShapeError: A backend would take the map for indices.
-    """
+    """The form of routing that is given, as a backend takes it."""
     if probs is not None and routing_map is not None and topk_idx is topk_weight is None:
         if routing_map.dtype != torch.bool:
             raise ShapeError(f"routing_map is {routing_map.dtype}, wanted {torch.bool}")
@@ -418,36 +404,13 @@ _Targets = dict[str, list[WeightGrad]]
 class _Destinations:
     """Where the gradients of :class:`ExpertWeights` go: buffers of their own, or main_grad.
 
-    Args:
-        adds: Whether each parameter's gradient is added to main_grad, in the order of the node's
-            inputs.
-        main_grads: Learns which gradients are added; ``None`` if the parameters are marked.
+    ``main_grads`` has learned which gradients are added; without it the parameters are marked.
     """
 
     def __init__(
-        self, owners: ExpertWeights, adds: Sequence[bool], main_grads: MainGrads | None = None
+        self, owners: ExpertWeights, targets: _Targets, main_grads: MainGrads | None = None
     ) -> None:
-        self._owners = owners
-        self._main_grads = main_grads
-        left = iter(adds)
-        self.targets: _Targets = {
-            kind: [self._target(owner, next(left)) for owner in getattr(owners, kind)]
-            for kind in _KINDS
-        }
-
-    @classmethod
-    def in_main_grad(cls, owners: ExpertWeights, main_grads: MainGrads) -> "_Destinations":
-        """Makes them for parameters that all have a main_grad, by loops in C."""
-        made = cls.__new__(cls)
-        made._owners = owners
-        made._main_grads = main_grads
-        made.targets = {
-            kind: list(
-                map(WeightGrad, map(attrgetter("main_grad"), getattr(owners, kind)), repeat(True))
-            )
-            for kind in _KINDS
-        }
-        return made
+        self._owners, self.targets, self._main_grads = owners, targets, main_grads
 
     def grads(self) -> tuple[torch.Tensor | None, ...]:
         """Returns the gradients for autograd, in the order of the node's inputs."""
@@ -472,14 +435,31 @@ class _Destinations:
         pairs = zip(self._owners.fc2, self.targets["fc2"], strict=True)
         return [owner for owner, target in pairs if target.accumulate]
 
-    @staticmethod
-    def _target(owner: Any, adds: bool) -> WeightGrad:
-        main_grad = getattr(owner, "main_grad", None) if adds else None
-        if main_grad is not None:
-            return WeightGrad(main_grad, True)
-        return WeightGrad(
-            torch.empty(owner.shape, dtype=owner.dtype, device=owner.device), accumulate=False
+
+def _target(owner: Any, adds: bool) -> WeightGrad:
+    main_grad = getattr(owner, "main_grad", None) if adds else None
+    if main_grad is not None:
+        return WeightGrad(main_grad, True)
+    return WeightGrad(
+        torch.empty(owner.shape, dtype=owner.dtype, device=owner.device), accumulate=False
+    )
+
+
+def _targets(owners: ExpertWeights, adds: Sequence[bool]) -> _Targets:
+    left = iter(adds)
+    return {
+        kind: [_target(owner, next(left)) for owner in getattr(owners, kind)] for kind in _KINDS
+    }
+
+
+def _main_grads_of(owners: ExpertWeights) -> _Targets:
+    """The targets of parameters that all have a main_grad, by loops in C."""
+    return {
+        kind: list(
+            map(WeightGrad, map(attrgetter("main_grad"), getattr(owners, kind)), repeat(True))
         )
+        for kind in _KINDS
+    }
 
 
 def _destinations_of(
@@ -494,15 +474,15 @@ def _destinations_of(
     if main_grads is None:
         nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
         adds = [gradients.accumulate_into_main_grad and accumulates(node) for node in nodes]
-        return _Destinations(ctx.owners, adds)
+        return _Destinations(ctx.owners, _targets(ctx.owners, adds))
     # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor().accumulator):
         chosen = main_grads.begin(None)
     else:
         chosen = main_grads.begin([node for node, _ in ctx.next_functions[-num_weights - 1 : -1]])
-    if chosen is None:
-        return _Destinations.in_main_grad(ctx.owners, main_grads)
-    return _Destinations(ctx.owners, chosen, main_grads)
+    owners = ctx.owners
+    targets = _main_grads_of(owners) if chosen is None else _targets(owners, chosen)
+    return _Destinations(owners, targets, main_grads)
 
 
 def accumulates(node: Any) -> bool:
@@ -534,12 +514,10 @@ class _SplitDestinations:
         return []
 
     def grads(self) -> Sequence[torch.Tensor]:
-        """Returns the gradients for autograd, in the order of the node's inputs."""
         return _tensors_of(self._grads.split())
 
 
 def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> ExpertWeights:
-    """The weights as the backend takes them."""
     if isinstance(weights, SplitWeights) and backend.takes_split:
         return weights.apart()
     if isinstance(weights, ExpertWeights) and weights.split and not backend.takes_split:
@@ -609,11 +587,7 @@ def _versions_of(weights: ExpertWeights | SplitWeights) -> int:
 
 
 def _check_not_changed(weights: ExpertWeights | SplitWeights, versions: int) -> None:
-    """Refuses weights that were written in place since the forward, as autograd does.
-
-    Raises:
-        FlashMoEError: There is one.
-    """
+    """Refuses weights that were written in place since the forward, as autograd does."""
     since = _versions_of(weights) - versions
     if since:
         raise FlashMoEError(
@@ -676,7 +650,6 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 @functools.cache
 def _names_of(kind: Any) -> tuple[str, ...]:
-    """The names of a dataclass's fields."""
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
@@ -687,7 +660,6 @@ class _Rebuild:
 
 
 def _give_tensors(skeleton: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Undoes :func:`_take_tensors`."""
     if isinstance(skeleton, _Taken):
         return tensors[skeleton.index]
     if type(skeleton) in (tuple, list):

@@ -13,20 +13,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from flashmoe_megatron.checks import (
-    check_readable,
-    check_tokens,
-    check_weight_grads,
-    check_weights,
-)
+from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_grads, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import (
-    ConfigError,
-    FlashMoEError,
-    ShapeError,
-    reason_of,
-    told_error,
-)
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.ranks import OfGroup
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -107,45 +96,6 @@ class NaNResult:
         return torch.full_like(grad_out, torch.nan), probs
 
 
-class PendingError:
-    """An error of a backward, kept until the next forward can raise it on every rank.
-
-    Where peers wait for this rank's part in the backward, that goes on with gradients of NaN.
-    """
-
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-
-    def put_off(self, error: Exception) -> None:
-        """Keeps an error for the next forward."""
-        self._error = error
-
-    def for_nobody(self, error: FlashMoEError, weights: ExpertWeights, grads: Grads) -> Grads:
-        """Puts an error off, and fills the gradients with NaN.
-
-        The backward, which goes on, gets buffers that are never read.
-        """
-        self.put_off(error)
-        for grad in itertools.chain(*grads):
-            grad.buffer.fill_(torch.nan)
-        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-        return Grads(
-            *(
-                [
-                    WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
-                    for one in kind
-                ]
-                for kind in kinds
-            )
-        )
-
-    def tell(self) -> None:
-        """Raises the error, once."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-
 class Backend(OfGroup, ABC):
     """Routed experts of one layer on one expert-parallel group.
 
@@ -177,7 +127,7 @@ class Backend(OfGroup, ABC):
         self.rank, self.takes_split = rank, takes_split
         self.num_calls = 0
         self.unfollowed: tuple[int, ...] = ()
-        self._pending = PendingError()
+        self._pending: Exception | None = None
         self._checked: tuple[object, ...] = ()
 
     @property
@@ -256,7 +206,7 @@ class Backend(OfGroup, ABC):
 
     def _check(self, given: Given, weights: ExpertWeights) -> None:
         """Raises an error that was put off, or that of arguments which no forward takes."""
-        self._pending.tell()
+        self._raise_pending()
         x = given.x
         if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_meta:
             check_readable("x", x)  # which a layer has done, and others have not
@@ -340,12 +290,36 @@ class Backend(OfGroup, ABC):
         except ShapeError as error:
             if self._is_alone:
                 raise
-            return self._pending.for_nobody(error, weights, grads), True
+            return self._for_nobody(error, weights, grads), True
         return grads, False
 
-    def put_off(self, error: FlashMoEError) -> None:
-        """Has the next forward raise the error of a backward on every rank. Not collective."""
-        self._pending.put_off(error)
+    def _for_nobody(self, error: FlashMoEError, weights: ExpertWeights, grads: Grads) -> Grads:
+        """Puts an error off, and fills the gradients with NaN.
+
+        The backward, in which peers wait for this rank, goes on with buffers that are never read.
+        """
+        self.put_off(error)
+        for grad in itertools.chain(*grads):
+            grad.buffer.fill_(torch.nan)
+        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+        unread = (
+            [
+                WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
+                for one in kind
+            ]
+            for kind in kinds
+        )
+        return Grads(*unread)
+
+    def put_off(self, error: Exception) -> None:
+        """Has the next forward raise an error of a backward on all ranks. Not collective."""
+        self._pending = error
+
+    def _raise_pending(self) -> None:
+        """Raises the error that was put off, once."""
+        if self._pending is not None:
+            error, self._pending = self._pending, None
+            raise error
 
     def raise_pending_fault(self) -> None:
         """Raises what a launch has found wrong that the host did not wait for. Not collective.
@@ -374,11 +348,7 @@ class LooksAhead(Protocol):
     """A backend that can settle on a forward's replicas before the forward."""
 
     def settle(
-        self,
-        routing_map: torch.Tensor,
-        read_weights: Callable[[], ExpertWeights],
-        *,
-        layer: int,
+        self, routing_map: torch.Tensor, read_weights: Callable[[], ExpertWeights], *, layer: int
     ) -> None:
         """Settles on the experts in spare slots for the next forward of a layer. Collective.
 

@@ -64,18 +64,7 @@ def check_tokens(
         and x.data_ptr() % ALIGNMENT_BYTES == 0
     ):
         return
-    _refuse_tokens(config, x, probs, routing_map, dtype, device)
-
-
-def _refuse_tokens(
-    config: MoEConfig,
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Says what is wrong; nothing may be, since an empty tensor can be anywhere."""
+    # Nothing may be wrong, since an empty tensor can be anywhere.
     check_readable("x", x)
     if x.dim() != 2 or x.shape[1] != config.hidden:
         raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
@@ -91,7 +80,8 @@ def _refuse_tokens(
         )
     _check_placement("x", x, device)
     if routing_map.dtype in INDEX_DTYPES:
-        return check_choices(config, x, routing_map, probs)
+        check_choices(config, x, routing_map, probs)
+        return
     wanted = (num_tokens, config.num_experts)
     for name, tensor, dtypes in (
         ("probs", probs, (torch.float32, dtype)),
@@ -102,7 +92,6 @@ def _refuse_tokens(
         if tensor.dtype not in dtypes:
             raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
         _check_placement(name, tensor, device)
-    return None
 
 
 def check_choices_dtype(topk_idx: torch.Tensor) -> None:
@@ -316,7 +305,10 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
             part = ("gate", "up")[at // local] if is_split else name
             label = f"{part} of local expert {at % local}"
             _check_weight(label, weight, wanted, dtype, "as fc1 of local expert 0", device)
-            if not weight.is_contiguous() and not _rows_are_contiguous(weight):
+            rows_are_contiguous = (
+                weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
+            )
+            if not weight.is_contiguous() and not rows_are_contiguous:
                 raise ShapeError(
                     f"{label} has strides {weight.stride()}, wanted rows of consecutive elements"
                 )
@@ -412,10 +404,6 @@ def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> N
             f"{name} starts {tensor.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of "
             f"{ALIGNMENT_BYTES}, wanted {ALIGNMENT_BYTES}-byte alignment; call .clone()"
         )
-
-
-def _rows_are_contiguous(weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 and weight.stride(1) == 1 and weight.stride(0) >= weight.shape[1]
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

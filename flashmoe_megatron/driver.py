@@ -19,8 +19,6 @@ HANDLE_BYTES = 64
 
 
 class _Bytes:
-    """Memory of a GPU, as torch takes it."""
-
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
@@ -35,8 +33,6 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _MemoryOp(ctypes.Structure):
-    """A stream's memory operation, as the driver takes it."""
-
     _fields_ = (
         ("operation", ctypes.c_uint),
         ("address", _ADDRESS),

@@ -129,7 +129,6 @@ def _end(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _free_left() -> None:
-    """Frees what every rank has left."""
     for one in list(_left):
         if one not in _left or not one.is_left():  # what one frees may have freed the next
             continue

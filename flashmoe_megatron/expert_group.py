@@ -68,7 +68,10 @@ class ExpertGroup(OfGroup):
             return nn.Parameter(local)
         if self._mesh is None:
             assert self.group is not None
-            kind = _device_type(self.group) if local.is_meta else local.device.type
+            kind = local.device.type
+            if local.is_meta:
+                has_gpus = torch.device("cuda") in self.group._device_types
+                kind = "cuda" if torch.cuda.is_available() and has_gpus else "cpu"
             self._mesh = _mesh_of(self.group, kind)
         return nn.Parameter(DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False))
 
@@ -110,9 +113,6 @@ def _placed_as(parameter: DTensor, given: DTensor, name: str) -> DTensor:
 
     torch copies a DTensor's part whatever the place that it was saved from, and a mesh that comes
     out of a file is the one of the process that wrote it.
-
-    Raises:
-        ConfigError: It has another part than this rank's.
     """
     if given.device_mesh is parameter.device_mesh or given.shape != parameter.shape:
         return given  # torch distributes it as the parameter is, or says that the sizes differ
@@ -162,12 +162,6 @@ def _mesh_of(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
         if hasattr(made, "_pg_registry"):
             mesh._pg_registry = made._pg_registry
     return mesh
-
-
-def _device_type(group: dist.ProcessGroup) -> str:
-    """Returns the device for tensors of a group that are on "meta" now."""
-    has_gpus = torch.cuda.is_available() and torch.device("cuda") in group._device_types
-    return "cuda" if has_gpus else "cpu"
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,6 @@ class Gate(nn.Module):
     """The base class of gates, which score every token for every expert.
 
     Attributes:
-        hidden: Width of a token.
-        num_experts: Experts of the whole group.
         num_choices: Most experts of one row, the least ``topk`` that the layer must have.
     """
 
@@ -92,11 +90,7 @@ class Gate(nn.Module):
         raise NotImplementedError
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The tokens in the dtype of scores.
-
-        Raises:
-            ShapeError: They are none of this gate's.
-        """
+        """The tokens in the dtype of scores."""
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [tokens, {self.hidden}]")
         return _widened(x)

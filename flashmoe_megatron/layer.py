@@ -527,7 +527,6 @@ class FlashMoELayer(nn.Module):
         return SplitWeights(gate, up, down, **stacks)
 
     def _experts(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The experts as they are computed with, by their names."""
         for name in _EXPERTS:
             tensor = getattr(self, name, None)
             if tensor is not None:
@@ -722,7 +721,6 @@ def _check_drawable(name: str, given: torch.Tensor) -> None:
 
 
 def _drawn(parameter: torch.Tensor, shape: torch.Size, fan_in: int) -> torch.Tensor:
-    """Values of a whole parameter or expert, wherever it is sharded."""
     bound = 1 / math.sqrt(fan_in)
     empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     return nn.init.uniform_(empty, -bound, bound)

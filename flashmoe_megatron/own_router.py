@@ -106,7 +106,6 @@ class _Wide(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls a function of torch's."""
         if function in _WIDENED:
             args, kwargs = tree_map(_widened, (args, kwargs))
         return function(*args, **(kwargs or {}))

@@ -24,12 +24,7 @@ _MOST = 2**53
 
 
 def expert_capacity(
-    num_tokens: int,
-    topk: int,
-    num_experts: int,
-    capacity_factor: float,
-    *,
-    min_capacity: int = 0,
+    num_tokens: int, topk: int, num_experts: int, capacity_factor: float, *, min_capacity: int = 0
 ) -> int:
     """Tokens that one rank may send to one expert, as Megatron's router computes it.
 

@@ -90,10 +90,7 @@ class Ranks(OfGroup):
         return everyone
 
     def all(
-        self,
-        make: Callable[[], Made],
-        *,
-        alike: Callable[[Made], Mapping[str, Any]] | None = None,
+        self, make: Callable[[], Made], *, alike: Callable[[Made], Mapping[str, Any]] | None = None
     ) -> list[Made]:
         """Returns what every rank makes, in order; :meth:`gather` has to be able to send it.
 
@@ -226,7 +223,6 @@ class _Bounded(AbstractContextManager[None]):
         """Does nothing: a call without an error costs nothing more."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raises the package's error, unless it is one of the package already."""
         if isinstance(error, RuntimeError) and not isinstance(error, FlashMoEError):
             raise self._ranks.gone(error) from error
 

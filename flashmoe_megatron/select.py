@@ -62,8 +62,6 @@ SLOW = (
 
 
 class _Choice(NamedTuple):
-    """A rank's choice for its layer."""
-
     config: MoEConfig
     kind: Kind
     device: torch.device
@@ -238,10 +236,7 @@ def _make_backend(
     described = describe_hosts(config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap)
     _announce_once(f"MoE layers of {config.num_experts} experts over {described}")
     groups = host_groups(
-        group,
-        grid,
-        timeout=chosen_options.timeout,
-        max_ctas=OVERLAP_CTAS if overlap else None,
+        group, grid, timeout=chosen_options.timeout, max_ctas=OVERLAP_CTAS if overlap else None
     )
     return ranks.each(
         lambda: _class_of("hosts")(
@@ -255,7 +250,6 @@ def _make_backend(
 
 
 def _class_of(kind: str) -> Callable[..., Backend]:
-    """Imports the class of a backend."""
     found: Callable[..., Backend] = resolve_name(_HOMES[kind])
     return found
 

@@ -68,7 +68,6 @@ def is_destroyed(group: object) -> bool:
 
 
 def _is_known(group: Any) -> bool:
-    """Returns whether a value is one of the groups that torch has now."""
     try:
         return group in dist.distributed_c10d._world.pg_map
     except TypeError:  # what has no hash is no group

@@ -437,8 +437,8 @@ MUTATIONS = (
     ),
     Mutation(
         "DeepSpeed's experts keep the function that they had when flashmoe was attached",
-        "check_unchanged",
-        "watched.held.change(holding)",
+        "Watched.check_unchanged",
+        "self._held.change(holding)",
         "None",
         "tests/deepspeed/test_forwards.py::test_what_modules_hold_is_noticed_later",
     ),
@@ -584,7 +584,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a backward that is refused is not told to the other ranks",
-        "for_nobody",
+        "_for_nobody",
         "self.put_off(error)",
         "pass",
         "tests/unit/test_in_step.py::test_a_backward_that_is_refused",
@@ -781,9 +781,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a dry run of one process waits for ranks that are made up",
-        "_has_peers",
-        'dist.get_backend(group) != "fake"',
-        "True",
+        "_of",
+        'dist.get_backend(group) == "fake"',
+        "False",
         "tests/megatron/test_peers.py::test_ranks_that_are_made_up_are_not_waited_for",
     ),
     Mutation(
@@ -1227,7 +1227,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sequential experts are read in blocks of rows",
-        "_interleave",
+        "moe_config",
         'hasattr(experts, "local_experts")',
         "experts is None",
         "tests/megatron/test_refusals.py::test_grouped_experts_alone_have_rows_in_blocks",

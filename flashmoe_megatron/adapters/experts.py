@@ -32,12 +32,7 @@ from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.measured.calibration import (
-    Calibration,
-    Grads,
-    gpu_name,
-    load_calibration,
-)
+from flashmoe_megatron.measured.calibration import Calibration, Grads, gpu_name, load_calibration
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.ranks import Ranks
@@ -389,18 +384,10 @@ def read_calibration(
     grads: Grads,
     group: dist.ProcessGroup | None,
 ) -> Calibration | None:
-    """Reads the settings' file for layers that run as the settings say. Collective over a group.
+    """Reads the settings' calibration file for layers of these shapes. Collective over a group.
 
-    Args:
-        settings: The user's.
-        shapes: The layers' of this rank; none is fine.
-        device: Where they live.
-        dtype: The dtype of their tokens.
-        grads: Where their weight gradients go.
-        group: The ranks, ``None`` for one.
-
-    Returns:
-        The times, ``None`` if the settings name no file, or there are no layers.
+    It is ``None`` if the settings name no file, or this rank has no layers. ``grads`` says where
+    gradients of weights go.
 
     Raises:
         ConfigError: On every rank, if the file does not concern the layers of any.

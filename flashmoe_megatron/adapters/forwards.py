@@ -3,8 +3,6 @@
 The walks run before every launch, while the GPU may be idle, so they look into modules' dicts.
 """
 
-from collections.abc import Sequence
-
 from torch import nn
 
 _HARMLESS = "deepspeed."
@@ -53,11 +51,6 @@ def touch_of(module: nn.Module) -> str | None:
 
 def _is_of(function: object, package: str) -> bool:
     return str(getattr(function, "__module__", "")).startswith(package)
-
-
-def classes_of(modules: Sequence[nn.Module]) -> Classes:
-    """Returns the classes of modules, to be compared with their later classes."""
-    return tuple(map(type, modules))
 
 
 def name_of(module: nn.Module, experts: nn.Module) -> str:

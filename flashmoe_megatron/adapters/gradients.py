@@ -17,12 +17,7 @@ from flashmoe_megatron.select import find_grid
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.degree import passes_of, time_of
 from flashmoe_megatron.separate.exchange import Kind, kind_of
-from flashmoe_megatron.separate.slices import (
-    Window,
-    beside_window,
-    cut_gradients,
-    layer_window,
-)
+from flashmoe_megatron.separate.slices import Window, beside_window, cut_gradients, layer_window
 
 FLOPS_OF_BACKWARD = 4
 """Floating-point operations of a backward for each token and parameter of a linear layer."""
@@ -73,12 +68,8 @@ def plan_reduction(
 ) -> ReductionPlan | None:
     """Plans the reduction of a model's gradients. Collective over all ranks of the job.
 
-    Args:
-        layers: This rank's, in the order of the model; there is no plan without layers.
-        settings: The user's.
-        group: The layers' expert-parallel group.
-        device: Where they live.
-        operation: What reduces, the name of a line of the fit.
+    The layers are this rank's, in the order of the model, and without any there is no plan. The
+    operation, which reduces, is the name of a line of the fit.
 
     Raises:
         ConfigError: On every rank, if any has no fit, one of another machine, or a layer whose

@@ -30,12 +30,7 @@ _NO_ATTRIBUTES: Mapping[str, Any] = MappingProxyType({})
 
 
 class Holding(NamedTuple):
-    """Objects that are looked at, the same in every call.
-
-    Attributes:
-        modules: The modules whose attributes count.
-        others: Further objects that have to stay, such as classes and their functions.
-    """
+    """Modules whose attributes count, and further objects that have to stay the same."""
 
     modules: Sequence[nn.Module]
     others: Sequence[object] = ()

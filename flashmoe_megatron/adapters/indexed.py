@@ -163,10 +163,7 @@ class KnownExperts(Generic[_Seat]):
         return self._seats[key]
 
     def check_unchanged(
-        self,
-        seat: _Seat,
-        look: Callable[[], Holding],
-        read_shape: Callable[[], MoEConfig],
+        self, seat: _Seat, look: Callable[[], Holding], read_shape: Callable[[], MoEConfig]
     ) -> None:
         """Refuses experts that compute something else than when :meth:`seat` gave their seat.
 

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from flashmoe_megatron.adapters.experts import LayerExperts
@@ -22,30 +22,31 @@ MOST_RECORDS = 4096
 """Records kept for layers whose report does not ask."""
 
 
-class OwnRecords:
-    """The records of some layers' launches, whichever layers' report has asked their backends.
+class Figures:
+    """Collects for a report what its layers and their backends count, as long as the layers live.
 
-    Backends give each record once, and layers may share backends, or backends their records. So
-    a report that asks hands each record to all that report the record's layer.
-
-    Args:
-        layers: The layers.
+    Backends give each record once, and layers may share backends, or backends their records. So a
+    report that asks hands each record to all that report the record's layer. Without ``backends``,
+    which gives them at each call, it asks the layers' own.
     """
 
-    _all: ClassVar[weakref.WeakSet["OwnRecords"]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet["Figures"]] = weakref.WeakSet()
 
-    def __init__(self, layers: Iterable[LayerExperts]) -> None:
-        self._owners = {one.owner for one in layers}
+    def __init__(
+        self,
+        layers: Iterable[LayerExperts],
+        backends: Callable[[], Iterable[Backend]] | None = None,
+    ) -> None:
+        self._layers = weakref.WeakSet(layers)
+        self._backends = backends
+        self._owners = {one.owner for one in self._layers}
+        self._tokens = {id(one): one.num_tokens for one in self._layers}
         self._untaken: deque[LaunchRecord] = deque(maxlen=MOST_RECORDS)
         self._all.add(self)
 
-    def take(self, backends: Iterable[Backend]) -> list[LaunchRecord]:
-        """Returns what has come since the last call.
-
-        Args:
-            backends: The backends of the layers.
-        """
-        for record in (one for backend in backends for one in backend.take_records()):
+    def take_records(self) -> list[LaunchRecord]:
+        """Returns the records that have come since the last call."""
+        for record in (one for backend in self._living() for one in backend.take_records()):
             for other in self._all:
                 if record.owner in other._owners:
                     other._untaken.append(record)
@@ -53,30 +54,27 @@ class OwnRecords:
         self._untaken.clear()
         return taken
 
+    def annotate(self, totals: Totals) -> None:
+        """Adds the largest symmetric heap, and tokens and crossings since the last call."""
+        backends = self._living()
+        sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
+        totals.heap_bytes = float(max(sizes, default=0))
+        for backend in backends:
+            if isinstance(backend, HostsBackend):
+                crossed = backend.take_crossed()
+                totals.crossing_calls += crossed.calls
+                totals.crossed_rows += crossed.rows
+                totals.crossed_bytes += crossed.bytes
+                totals.crossing_ns += crossed.ns
+        for one in self._layers:
+            if one.layer in totals.tokens:
+                totals.tokens[one.layer] += one.num_tokens - self._tokens[id(one)]
+            self._tokens[id(one)] = one.num_tokens
 
-def add_heap(totals: Totals, backends: Iterable[Backend]) -> None:
-    """Adds the size of the largest symmetric heap; the reference has none."""
-    sizes = [getattr(backend, "heap_bytes", 0) for backend in backends]
-    totals.heap_bytes = float(max(sizes, default=0))
-
-
-def add_crossings(totals: Totals, backends: Iterable[Backend]) -> None:
-    """Adds what has crossed between hosts since the last call."""
-    for backend in backends:
-        if isinstance(backend, HostsBackend):
-            crossed = backend.take_crossed()
-            totals.crossing_calls += crossed.calls
-            totals.crossed_rows += crossed.rows
-            totals.crossed_bytes += crossed.bytes
-            totals.crossing_ns += crossed.ns
-
-
-def add_tokens(totals: Totals, layers: Sequence[LayerExperts], counted: dict[int, int]) -> None:
-    """Adds the tokens since the last call."""
-    for one in layers:
-        if one.layer in totals.tokens:
-            totals.tokens[one.layer] += one.num_tokens - counted[id(one)]
-        counted[id(one)] = one.num_tokens
+    def _living(self) -> list[Backend]:
+        if self._backends is not None:
+            return list(self._backends())
+        return list({id(one.backend): one.backend for one in self._layers}.values())
 
 
 def warn_without_wandb(error: Exception, kept: object) -> None:

@@ -68,10 +68,7 @@ class _PostImportFinder(importlib.abc.MetaPathFinder):
         self._searching: set[str] = set()
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self.callbacks or fullname in self._searching:
             return None

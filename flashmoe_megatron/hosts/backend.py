@@ -319,7 +319,7 @@ class HostsBackend(Backend):
             self._check_grad_out(grad_out, saved)
         except FlashMoEError as error:
             refused = error
-            self._pending.put_off(error)
+            self.put_off(error)
             shape = len(choices.experts), self.config.hidden
             grad_out = choices.weights.new_full(shape, torch.nan, dtype=saved.dtype)
         self._last = backend
@@ -379,7 +379,7 @@ class HostsBackend(Backend):
                         made, of_routes = launch(number, rows)
                     except Exception as error:  # noqa: BLE001 - raised below
                         failure = self._on_this_host(error)
-                        self._pending.put_off(failure)
+                        self.put_off(failure)
                         # The other hosts may have gone, too.
                         stack.enter_context(contextlib.suppress(FlashMoEError))
                 if failure is not None:

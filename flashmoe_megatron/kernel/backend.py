@@ -29,13 +29,7 @@ from flashmoe_megatron.checks import (
     check_tokens,
 )
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
-from flashmoe_megatron.errors import (
-    ConfigError,
-    DeviceError,
-    FlashMoEError,
-    ShapeError,
-    reason_of,
-)
+from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError, reason_of
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
@@ -45,7 +39,6 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import check_slots
-from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.weights import ExpertWeights
 
@@ -83,19 +76,6 @@ class PendingForward:
     is_settled: bool
     """Its replicas have been settled on before."""
 
-    def arguments(self, router: Router | None) -> tuple[object, ...]:
-        """Returns this rank's arguments, as :func:`~flashmoe_megatron.kernel.ops.given` does."""
-        given = self.given
-        return ops.given(
-            given.x,
-            given.probs,
-            given.routing_map,
-            router,
-            is_settled=self.is_settled,
-            has_no_backward=not given.followed,
-            first_plan=given.first_plan,
-        )
-
 
 class _Buffers(NamedTuple):
     """Memory that the launch of a layer writes to, except its plan."""
@@ -109,9 +89,8 @@ class _Buffers(NamedTuple):
 class _PlanOutcome(NamedTuple):
     """How a plan has ended.
 
-    Attributes:
-        unfollowed: Mask of the ranks that have no backward of this forward.
-        is_heard_late: The plan failed, and the host of some rank learns of it at a later call.
+    ``unfollowed`` is a mask of the ranks without a backward. The host of some rank learns of a
+    failed plan only at a later call where ``is_heard_late``.
     """
 
     status: int
@@ -244,11 +223,7 @@ class KernelBackend(Backend):
 
     @_on_own_device
     def settle(
-        self,
-        routing_map: torch.Tensor,
-        read_weights: Callable[[], ExpertWeights],
-        *,
-        layer: int,
+        self, routing_map: torch.Tensor, read_weights: Callable[[], ExpertWeights], *, layer: int
     ) -> None:
         """See :class:`~flashmoe_megatron.call.LooksAhead`; runs on a stream of its own."""
         if not self.spare_slots:
@@ -348,7 +323,7 @@ class KernelBackend(Backend):
         that some rank lacks: it may be a part of one itself, in which that rank learns nothing.
         """
         if first_plan is None:
-            self._pending.tell()
+            self._raise_pending()
         elif self.memory.unfollowed():
             return
         if self._can_share and self.memory.has_shared_fault:
@@ -414,7 +389,7 @@ class KernelBackend(Backend):
             is_settled = self._take_settled(given.layer)
             pending = PendingForward(given, self.memory.open(), plan, num_row_blocks, is_settled)
             if num_row_blocks is None:
-                arguments = pending.arguments(given.router)
+                arguments = ops.arguments(given, given.router, is_settled=is_settled)
                 ops.plan(plan, *_addresses(problem, pending.group), *arguments)
         return pending
 
@@ -460,7 +435,7 @@ class KernelBackend(Backend):
                 is_planned,
                 given.layer,
                 *_addresses(problem, pending.group),
-                *pending.arguments(router),
+                *ops.arguments(given, router, is_settled=pending.is_settled),
             )
         if preact is None:
             return out, self._header_of(pending.plan) if given.followed else None
@@ -486,7 +461,6 @@ class KernelBackend(Backend):
     def _await_plan(
         problem: bindings.FlashMoEProblem, group: bindings.FlashMoEGroup
     ) -> _PlanOutcome:
-        """Waits for the count of rows that this rank receives."""
         blocks, num_rows, is_heard_late = (ctypes.c_int32() for _ in range(3))
         unfollowed = ctypes.c_uint32()
         arguments = (problem, group, blocks, num_rows, unfollowed, is_heard_late)
@@ -519,7 +493,7 @@ class KernelBackend(Backend):
             except ShapeError as error:
                 if self._is_alone:
                     raise
-                written, table = self._use_grads(self._pending.for_nobody(error, weights, grads))
+                written, table = self._use_grads(self._for_nobody(error, weights, grads))
                 is_void = True
         problem = self._prepare()
         with self.memory.promised:
@@ -562,7 +536,6 @@ class KernelBackend(Backend):
         return grad_x, grad_probs
 
     def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
-        """Gradients as the kernel writes them, and their table."""
         grads = UniformGrads(list(itertools.chain(*targets)))
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         return grads, table
@@ -668,12 +641,7 @@ class KernelBackend(Backend):
         return None if training else transient_blocks(self._sizes)
 
     def _prepare(self) -> bindings.FlashMoEProblem:
-        """Returns the problem, with memory for it. Collective where new memory is made.
-
-        Raises:
-            FlashMoEError: A launch has left a fault, unless ranks have yet to agree on the call
-                that raises it.
-        """
+        """Returns the problem, with memory for it. Collective where new memory is made."""
         if not (self._can_share and self.memory.has_shared_fault):
             self.raise_pending_fault()
         problem = self._describe()

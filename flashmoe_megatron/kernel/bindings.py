@@ -47,6 +47,11 @@ ACTIVATIONS = {
 }
 
 
+def _fields(*kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Fields in the order of the header: a type, and the names of neighbours that have it."""
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
 class _Sized(ctypes.Structure):
     """A struct that begins with its own size, so that the library can refuse another version."""
 
@@ -57,43 +62,26 @@ class _Sized(ctypes.Structure):
 class FlashMoEProblem(_Sized):
     """The problem: shapes and options of a layer."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("rank", ctypes.c_int32),
-        ("num_ranks", ctypes.c_int32),
-        ("hidden", ctypes.c_int32),
-        ("intermediate", ctypes.c_int32),
-        ("num_experts", ctypes.c_int32),
-        ("topk", ctypes.c_int32),
-        ("max_tokens", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("is_gated", ctypes.c_int32),
-        ("glu_interleave", ctypes.c_int32),
-        ("is_transposed", ctypes.c_int32),
-        ("is_split", ctypes.c_int32),
-        ("skip_zero_probs", ctypes.c_int32),
-        ("num_ctas", ctypes.c_int32),
-        ("heap_tokens", ctypes.c_int32),
-        ("heap_topk", ctypes.c_int32),
-        ("spare_slots", ctypes.c_int32),
-        ("heap_experts", ctypes.c_int32),
-        ("clamp_value", ctypes.c_float),
-        ("linear_offset", ctypes.c_float),
-        ("replica_policy", ctypes.c_int32),
-        ("timeout_ns", ctypes.c_uint64),
-        ("heap_slot_elements", ctypes.c_int64),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size"),
+        (
+            ctypes.c_int32,
+            "rank num_ranks hidden intermediate num_experts topk max_tokens dtype activation "
+            "is_gated glu_interleave is_transposed is_split skip_zero_probs num_ctas heap_tokens "
+            "heap_topk spare_slots heap_experts",
+        ),
+        (ctypes.c_float, "clamp_value linear_offset"),
+        (ctypes.c_int32, "replica_policy"),
+        (ctypes.c_uint64, "timeout_ns"),
+        (ctypes.c_int64, "heap_slot_elements"),
+    )
 
 
 class HeapBounds(NamedTuple):
     """Sizes that a heap is laid out for: the largest of all layers that share it.
 
-    Attributes:
-        tokens: Most tokens of one rank.
-        topk: Most experts of one token.
-        experts: Most experts, of the layers with spare slots.
-        slot_elements: Most elements of weights that all spare slots of a rank hold.
+    They are the most tokens of a rank, experts of a token, experts of layers with spare slots, and
+    elements of weights in all spare slots of a rank.
     """
 
     tokens: int
@@ -128,21 +116,18 @@ def problem_of(
     replica_policy: Policy = "balance",
 ) -> FlashMoEProblem:
     """Makes the library's struct of a layer: its fields, and the bound of waits in seconds."""
+    same = (
+        "num_ranks hidden intermediate num_experts topk max_tokens glu_interleave skip_zero_probs "
+        "linear_offset"
+    )
     return FlashMoEProblem(
+        **{name: getattr(config, name) for name in same.split()},
         rank=rank,
-        num_ranks=config.num_ranks,
-        hidden=config.hidden,
-        intermediate=config.intermediate,
-        num_experts=config.num_experts,
-        topk=config.topk,
-        max_tokens=config.max_tokens,
         dtype=dtype,
         activation=ACTIVATIONS[config.activation],
         is_gated=config.gated,
-        glu_interleave=config.glu_interleave,
         is_transposed=transposed,
         is_split=split,
-        skip_zero_probs=config.skip_zero_probs,
         num_ctas=num_ctas,
         heap_tokens=heap.tokens,
         heap_topk=heap.topk,
@@ -150,7 +135,6 @@ def problem_of(
         heap_experts=heap.experts,
         heap_slot_elements=heap.slot_elements,
         clamp_value=config.clamp_value or 0.0,
-        linear_offset=config.linear_offset,
         replica_policy={"balance": BALANCE, "popular": POPULAR}[replica_policy],
         timeout_ns=int(timeout * 1e9),
     )
@@ -159,53 +143,40 @@ def problem_of(
 class FlashMoESizes(_Sized):
     """Bytes that a problem needs."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("max_row_blocks", ctypes.c_uint32),
-        ("heap_bytes", ctypes.c_uint64),
-        ("workspace_bytes", ctypes.c_uint64),
-        ("plan_bytes", ctypes.c_uint64),
-        ("mailbox_bytes", ctypes.c_uint64),
-        ("weight_map_bytes", ctypes.c_uint64),
-        ("grad_table_bytes", ctypes.c_uint64),
-        ("row_block_bytes", ctypes.c_uint64),
-        ("preact_block_bytes", ctypes.c_uint64),
-        ("scratch_block_bytes", ctypes.c_uint64 * 2),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size max_row_blocks"),
+        (
+            ctypes.c_uint64,
+            "heap_bytes workspace_bytes plan_bytes mailbox_bytes weight_map_bytes "
+            "grad_table_bytes row_block_bytes preact_block_bytes",
+        ),
+        (ctypes.c_uint64 * 2, "scratch_block_bytes"),
+    )
 
 
 class FlashMoEGroup(_Sized):
     """Memory of one expert-parallel group."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("counters", ctypes.c_uint32),
-        ("heaps", ctypes.c_void_p * MAX_RANKS),
-        ("workspace", ctypes.c_void_p),
-        ("mailbox", ctypes.c_void_p),
-        ("stream", ctypes.c_void_p),
-        ("trace", ctypes.c_void_p),
-        ("link_bytes_per_s", ctypes.c_double),
-        ("least_replica_rows", ctypes.c_int32),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size counters"),
+        (ctypes.c_void_p * MAX_RANKS, "heaps"),
+        (ctypes.c_void_p, "workspace mailbox stream trace"),
+        (ctypes.c_double, "link_bytes_per_s"),
+        (ctypes.c_int32, "least_replica_rows"),
+    )
 
 
 class FlashMoESlot(_Sized):
     """The place of a spare slot in a rank's heap."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("fc1", ctypes.c_void_p),
-        ("fc1_up", ctypes.c_void_p),
-        ("fc2", ctypes.c_void_p),
-        ("fc1_bias", ctypes.c_void_p),
-        ("fc2_bias", ctypes.c_void_p),
-        ("fc1_grad", ctypes.c_void_p),
-        ("fc1_up_grad", ctypes.c_void_p),
-        ("fc2_grad", ctypes.c_void_p),
-        ("fc1_bias_grad", ctypes.c_void_p),
-        ("fc2_bias_grad", ctypes.c_void_p),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size"),
+        (
+            ctypes.c_void_p,
+            "fc1 fc1_up fc2 fc1_bias fc2_bias fc1_grad fc1_up_grad fc2_grad fc1_bias_grad "
+            "fc2_bias_grad",
+        ),
+    )
 
 
 REASON_BYTES = 480
@@ -216,17 +187,12 @@ PLAN_HEADER_BYTES = 16
 class FlashMoEFault(ctypes.Structure):
     """A wait that ran out of time, with the waiting rank; or a rank's refusal."""
 
-    _fields_ = [
-        ("code", ctypes.c_uint32),
-        ("wait", ctypes.c_uint32),
-        ("rank", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-        ("index", ctypes.c_int32),
-        ("epoch", ctypes.c_uint32),
-        ("expected", ctypes.c_uint32),
-        ("seen", ctypes.c_uint32),
-        ("reason", ctypes.c_char * REASON_BYTES),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "code wait"),
+        (ctypes.c_int32, "rank peer index"),
+        (ctypes.c_uint32, "epoch expected seen"),
+        (ctypes.c_char * REASON_BYTES, "reason"),
+    )
 
 
 NUM_SPANS = 12
@@ -239,80 +205,51 @@ MAX_SPARE_SLOTS = 64
 class FlashMoECounters(ctypes.Structure):
     """Counts of a rank's launches so far."""
 
-    _fields_ = [
-        ("nanoseconds", ctypes.c_uint64 * NUM_SPANS),
-        ("rows_pulled", ctypes.c_uint64 * MAX_RANKS),
-        ("results_pushed", ctypes.c_uint64 * MAX_RANKS),
-        ("pad_rows_pulled", ctypes.c_uint64),
-        ("pad_rows_made", ctypes.c_uint64),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint64 * NUM_SPANS, "nanoseconds"),
+        (ctypes.c_uint64 * MAX_RANKS, "rows_pulled results_pushed"),
+        (ctypes.c_uint64, "pad_rows_pulled pad_rows_made"),
+    )
 
 
 class FlashMoERecord(ctypes.Structure):
     """The record that one launch makes of itself."""
 
-    _fields_ = [
-        ("sequence", ctypes.c_uint64),
-        ("checksum", ctypes.c_uint32),
-        ("epoch", ctypes.c_uint32),
-        ("layer", ctypes.c_int32),
-        ("is_backward", ctypes.c_int32),
-        ("num_ctas", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("num_rows", ctypes.c_int32),
-        ("num_row_blocks", ctypes.c_int32),
-        ("num_counts", ctypes.c_int32),
-        ("spare_slots", ctypes.c_int32),
-        ("begin_ns", ctypes.c_uint64),
-        ("end_ns", ctypes.c_uint64),
-        ("counters", FlashMoECounters),
-        ("expert_rows", ctypes.c_int32 * MAX_LOCAL_EXPERTS),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint64, "sequence"),
+        (ctypes.c_uint32, "checksum epoch"),
+        (
+            ctypes.c_int32,
+            "layer is_backward num_ctas num_tokens num_rows num_row_blocks num_counts spare_slots",
+        ),
+        (ctypes.c_uint64, "begin_ns end_ns"),
+        (FlashMoECounters, "counters"),
+        (ctypes.c_int32 * MAX_LOCAL_EXPERTS, "expert_rows"),
+    )
 
 
 class FlashMoEInput(_Sized):
     """The input of a rank in a forward."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("num_tokens", ctypes.c_int32),
-        ("probs_dtype", ctypes.c_int32),
-        ("score", ctypes.c_int32),
-        ("index_bytes", ctypes.c_int32),
-        ("num_choices", ctypes.c_int32),
-        ("is_settled", ctypes.c_int32),
-        ("x", ctypes.c_void_p),
-        ("probs", ctypes.c_void_p),
-        ("routing_map", ctypes.c_void_p),
-        ("topk_idx", ctypes.c_void_p),
-        ("router_weight", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("scaling_factor", ctypes.c_float),
-        ("has_no_backward", ctypes.c_int32),
-        ("first_plan", ctypes.c_void_p),
-        ("refusal", ctypes.c_char_p),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size"),
+        (ctypes.c_int32, "num_tokens probs_dtype score index_bytes num_choices is_settled"),
+        (ctypes.c_void_p, "x probs routing_map topk_idx router_weight logits"),
+        (ctypes.c_float, "scaling_factor"),
+        (ctypes.c_int32, "has_no_backward"),
+        (ctypes.c_void_p, "first_plan"),
+        (ctypes.c_char_p, "refusal"),
+    )
 
 
 class FlashMoELaunch(_Sized):
     """One call of a pass."""
 
-    _fields_ = [
-        ("struct_size", ctypes.c_uint32),
-        ("num_row_blocks", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("grad_probs_dtype", ctypes.c_int32),
-        ("layer", ctypes.c_int32),
-        ("grad_columns", ctypes.c_int32),
-        ("plan", ctypes.c_void_p),
-        ("weight_maps", ctypes.c_void_p),
-        ("biases", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("preact", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("grad_probs", ctypes.c_void_p),
-    ]
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size"),
+        (ctypes.c_int32, "num_row_blocks num_tokens grad_probs_dtype layer grad_columns"),
+        (ctypes.c_void_p, "plan weight_maps biases rows preact scratch out grad_probs"),
+    )
 
 
 _STRUCTS = (
@@ -385,9 +322,6 @@ def _check_complete(path: Path) -> None:
     """Refuses another processor's file, and a file whose end is missing.
 
     The dynamic linker would crash where the end would be.
-
-    Raises:
-        DeviceError: It is no ELF file, for another processor, or shorter than its header says.
     """
     with path.open("rb") as file:
         header = file.read(64)

@@ -30,9 +30,6 @@ class Captured:
 
     CUDA does not report when a graph is gone, so that nothing is given up before the process
     group's end; and then only if all graphs can be dropped.
-
-    Attributes:
-        has_heap: Whether some graph has captured a launch on the group's present heap.
     """
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.call import Given
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.router import Router
 
@@ -58,36 +59,21 @@ def _call(function: str, problem: int, group: int, *arguments: object) -> None:
         raise bindings.error(status)
 
 
-def given(
-    x: torch.Tensor,
-    probs: torch.Tensor,
-    routing_map: torch.Tensor,
-    router: Router | None = None,
-    *,
-    is_settled: bool = False,
-    has_no_backward: bool = False,
-    first_plan: torch.Tensor | None = None,
-) -> tuple[object, ...]:
+def arguments(given: Given, router: Router | None, *, is_settled: bool) -> tuple[object, ...]:
     """The last arguments of :data:`plan` and :data:`forward`: tokens, and routing or a router.
 
-    Args:
-        x: The tokens.
-        probs: Their probabilities.
-        routing_map: Their routing.
-        router: Computes the last two.
-        is_settled: Whether the last launch was :data:`settle`, for this forward.
-        has_no_backward: Whether no backward of this forward follows on this rank.
-        first_plan: Where this forward runs again for its backward, the header of its first plan.
+    Without ``router`` the routing is given, or has been computed. It is settled if the last launch
+    was :data:`settle`, for this forward.
     """
-    calls = is_settled, has_no_backward, first_plan
+    calls = is_settled, not given.followed, given.first_plan
     if router is None:
-        return x, probs, routing_map, None, [], 0, 1.0, *calls
+        return given.x, given.probs, given.routing_map, None, [], 0, 1.0, *calls
     config = router.config
     score = bindings.SOFTMAX if config.pre_softmax else bindings.SOFTMAX_OF_CHOSEN
     if config.score == "sigmoid":
         score = bindings.SIGMOID
     written = [router.logits, router.probs, router.routing_map]
-    return x, None, None, router.weight, written, score, config.scaling_factor, *calls
+    return given.x, None, None, router.weight, written, score, config.scaling_factor, *calls
 
 
 def _input(
@@ -133,6 +119,26 @@ def _plan(plan: torch.Tensor, problem: int, group: int, *given: Any) -> None:
     _call("plan", problem, group, _input(*given), plan.data_ptr())
 
 
+def _launch(
+    num_row_blocks: int,
+    num_tokens: int,
+    grad_probs_dtype: int,
+    layer: int,
+    grad_columns: int,
+    *tensors: torch.Tensor | None,
+) -> object:
+    return ctypes.byref(
+        bindings.FlashMoELaunch(
+            num_row_blocks,
+            num_tokens,
+            grad_probs_dtype,
+            layer,
+            grad_columns,
+            *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
+        )
+    )
+
+
 def _forward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
@@ -148,22 +154,9 @@ def _forward(
     group: int,
     *given: Any,
 ) -> None:
-    launch = bindings.FlashMoELaunch(
-        num_row_blocks,
-        out.shape[0],
-        0,
-        layer,
-        0,
-        plan.data_ptr(),
-        weight_maps.data_ptr(),
-        None if biases is None else biases.data_ptr(),
-        rows.data_ptr(),
-        None if preact is None else preact.data_ptr(),
-        scratch.data_ptr(),
-        out.data_ptr(),
-        None,
-    )
-    _call("forward", problem, group, _input(*given), ctypes.byref(launch), is_planned)
+    tensors = plan, weight_maps, biases, rows, preact, scratch, out
+    launch = _launch(num_row_blocks, out.shape[0], 0, layer, 0, *tensors)
+    _call("forward", problem, group, _input(*given), launch, is_planned)
 
 
 def _settle(
@@ -185,13 +178,8 @@ def _gather(
     problem: int,
     group: int,
 ) -> None:
-    launch = bindings.FlashMoELaunch(
-        num_row_blocks=num_row_blocks,
-        num_tokens=x.shape[0],
-        plan=plan.data_ptr(),
-        rows=rows.data_ptr(),
-    )
-    _call("gather", problem, group, ctypes.byref(launch), x.data_ptr())
+    launch = _launch(num_row_blocks, x.shape[0], 0, 0, 0, plan, None, None, rows)
+    _call("gather", problem, group, launch, x.data_ptr())
 
 
 def _backward(
@@ -213,32 +201,11 @@ def _backward(
     problem: int,
     group: int,
 ) -> None:
-    launch = bindings.FlashMoELaunch(
-        num_row_blocks,
-        grad_out.shape[0],
-        _DTYPES[grad_probs.dtype],
-        layer,
-        grad_probs.shape[1],
-        plan.data_ptr(),
-        weight_maps.data_ptr(),
-        None if biases is None else biases.data_ptr(),
-        rows.data_ptr(),
-        preact.data_ptr(),
-        scratch.data_ptr(),
-        grad_x.data_ptr(),
-        grad_probs.data_ptr(),
-    )
-    _call(
-        "backward",
-        problem,
-        group,
-        ctypes.byref(launch),
-        grad_out.data_ptr(),
-        grad_table.data_ptr(),
-        grads_dtype,
-        accumulate,
-        number,
-    )
+    tensors = plan, weight_maps, biases, rows, preact, scratch, grad_x, grad_probs
+    dtype, columns = _DTYPES[grad_probs.dtype], grad_probs.shape[1]
+    launch = _launch(num_row_blocks, grad_out.shape[0], dtype, layer, columns, *tensors)
+    addresses = grad_out.data_ptr(), grad_table.data_ptr()
+    _call("backward", problem, group, launch, *addresses, grads_dtype, accumulate, number)
 
 
 def _writes_only(*_: object) -> None:

@@ -27,12 +27,7 @@ _Table = TypeVar("_Table")
 
 @dataclass(frozen=True)
 class WeightTables:
-    """Tables of the experts' weights, which the kernel reads.
-
-    Attributes:
-        maps: TMA descriptors of all matrices, on the device.
-        biases: Addresses of fc1's and then fc2's biases, on the device; ``None`` without any.
-    """
+    """Tables on the device: TMA descriptors of all matrices, and addresses of biases."""
 
     maps: torch.Tensor
     biases: torch.Tensor | None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashmoe_megatron.adapters.deepspeed.forwards import check_forwards, check_unchanged
+from flashmoe_megatron.adapters.deepspeed.forwards import Watched
 from flashmoe_megatron.errors import ConfigError
 from tests.deepspeed.models import HIDDEN, TwoLinears
 
@@ -61,12 +61,12 @@ WATCHED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_hooks_and_replaced_forwards_are_refused(name: str) -> None:
     change, message = WATCHED[name]
     experts = make()
-    watched = check_forwards(experts)
+    watched = Watched(experts)
     change(experts)
     with pytest.raises(ConfigError, match=message):
-        check_forwards(experts)
+        Watched(experts)
     with pytest.raises(ConfigError, match=message):
-        check_unchanged(experts, watched)
+        watched.check_unchanged(experts)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_hooks_of_deepspeed_are_not(package: str) -> None:
 
     hook.__module__ = f"deepspeed.{package}"
     experts = make()
-    watched = check_forwards(experts)
+    watched = Watched(experts)
     linear(experts).register_forward_hook(hook)
-    check_unchanged(experts, watched)
+    watched.check_unchanged(experts)
     linear(experts).register_forward_hook(print)
     with pytest.raises(ConfigError, match="has forward hooks"):
-        check_unchanged(experts, watched)
+        watched.check_unchanged(experts)
 
 
 def lora(experts: nn.Module) -> None:
@@ -130,18 +130,18 @@ def test_what_modules_hold_is_noticed_later(name: str) -> None:
     experts.deepspeed_experts = nn.ModuleList([kind(), kind()])
     for expert in experts.deepspeed_experts:
         expert.scale, expert.act, expert.mask = 1.0, nn.GELU(), torch.ones(1)
-    watched = check_forwards(experts)
+    watched = Watched(experts)
     for module in experts.modules():
         module.ds_grads_remaining = 3  # as ZeRO-3 does in every step
     experts.eval()
     experts.deepspeed_experts[0].scale = float("1")  # another object with the same value
-    check_unchanged(experts, watched)
+    watched.check_unchanged(experts)
     change(experts)
     with pytest.raises(ConfigError, match=message):
-        check_unchanged(experts, watched)
+        watched.check_unchanged(experts)
     asked = []
-    check_unchanged(experts, watched, lambda: not asked.append("again"))
-    check_unchanged(experts, watched)
+    watched.check_unchanged(experts, lambda: not asked.append("again"))
+    watched.check_unchanged(experts)
     assert asked == ["again"]
 
 
@@ -156,10 +156,10 @@ CHANGED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_other_modules_are_noticed_later(name: str) -> None:
     change, message = CHANGED[name]
     experts = make()
-    watched = check_forwards(experts)
-    check_unchanged(experts, watched)
+    watched = Watched(experts)
+    watched.check_unchanged(experts)
     linear(experts).weight = nn.Parameter(torch.ones(1, HIDDEN))  # read anew in each call
-    check_unchanged(experts, watched)
+    watched.check_unchanged(experts)
     change(experts)
     with pytest.raises(ConfigError, match=message):
-        check_unchanged(experts, watched)
+        watched.check_unchanged(experts)

@@ -7,7 +7,6 @@ from flashmoe_megatron.adapters.deepspeed import refusals
 from flashmoe_megatron.adapters.deepspeed.forwards import Watched
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
 from flashmoe_megatron.adapters.deepspeed.settings import Settings
-from flashmoe_megatron.adapters.held import Held, Holding
 from flashmoe_megatron.errors import DeviceError
 from tests.unit import cases
 
@@ -15,7 +14,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def info(**changes) -> LayerInfo:
-    watched = Watched((), Held(Holding(())))
+    watched = Watched(torch.nn.Identity())
     wanted = {"shape": cases.CONFIG, "group": None, "dtype": torch.bfloat16, "watched": watched}
     wanted |= {"form": None, "is_split": True}
     return LayerInfo(**{**wanted, **changes})

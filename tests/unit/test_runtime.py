@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.call import Given, PendingError
+from flashmoe_megatron.call import Given
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError, ShapeError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import (
@@ -80,7 +80,7 @@ class Planned(KernelBackend):
         self.memory.promised = Promised(self.memory)
         self.seconds_of_fault = 0.0
         self.options, self.keep = BackendOptions(timeout=5.0), "all"
-        self._dtype, self._pending = torch.bfloat16, PendingError()
+        self._dtype, self._pending = torch.bfloat16, None
         self.outcome = outcome
         self._sizes = bindings.FlashMoESizes(plan_bytes=64)
         self._bounds = {False: None, True: None}

@@ -48,11 +48,10 @@ _STATE = "_flashmoe_state"
 
 @dataclass(frozen=True)
 class _Layer:
-    """A MoE layer of a model.
+    """A MoE layer of a model, by the name of the module that the model's author wrote.
 
-    Attributes:
-        name: The name of the module that the model's author wrote.
-        module: DeepSpeed's layer, below it for the native family.
+    DeepSpeed's layer is below that module in the native family; the family is the module that knows
+    its class.
     """
 
     name: str
@@ -66,8 +65,6 @@ class _Layer:
 
 @dataclass
 class _State:
-    """Holds an engine's backends by group, and the outcome for every layer."""
-
     backends: dict[dist.ProcessGroup, GroupBackends]
     report: dict[str, str]
 
@@ -75,8 +72,7 @@ class _State:
 def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
     """Fuses an engine's MoE layers. Collective over all ranks; a second call adds nothing.
 
-    Returns:
-        For every MoE layer of this rank's model, by name, "fused" or why it was left alone.
+    Returns what ``initialize.attach`` does.
 
     Raises:
         ConfigError: Unless ``fallback`` is "warn": a layer of any rank cannot be served, or no rank
@@ -114,7 +110,15 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         for layer in layers
         if report[layer.name] == FUSED and not layer.is_fused
     }
-    calibration = _calibrate([infos[layer.name] for layer in fusing.values()], engine, settings)
+    # Over the world: a stage of a pipeline may have no layers.
+    calibration = read_calibration(
+        settings,
+        [infos[layer.name].shape for layer in fusing.values()],
+        engine.device,
+        next((infos[layer.name].dtype for layer in fusing.values()), None),
+        grads="own",
+        group=dist.group.WORLD,
+    )
     for number, layer in fusing.items():
         info = infos[layer.name]
         served = _serve(info, layer.module, number, state, engine, settings)
@@ -200,14 +204,6 @@ def _speak_up(report: Mapping[str, str], settings: Settings) -> None:
         raise ConfigError(f'{message}. Set {SECTION}.fallback to "warn" to leave them to DeepSpeed')
     if dist.get_rank() == 0:
         logger.warning("%s; DeepSpeed runs them", message)
-
-
-def _calibrate(infos: Sequence[LayerInfo], engine: Any, settings: Settings) -> Calibration | None:
-    """Reads the calibration file, if there is one; collective over all ranks."""
-    shapes = [info.shape for info in infos]
-    dtype = infos[0].dtype if infos else None
-    world = dist.group.WORLD  # a stage of a pipeline may have no layers
-    return read_calibration(settings, shapes, engine.device, dtype, grads="own", group=world)
 
 
 def _serve(

@@ -6,12 +6,8 @@ import torch
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
-from flashmoe_megatron.adapters.deepspeed.forwards import (
-    Watched,
-    check_forwards,
-    check_unchanged,
-)
-from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
+from flashmoe_megatron.adapters.deepspeed.forwards import Watched
+from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served, check_groups
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import SplitWeights
@@ -30,7 +26,7 @@ _QUICK_GELU_ALPHA = 1.702
 class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
     """Takes the place of a layer's class ``AutoEPMoELayer``: its router, our experts.
 
-    Parameters, buffers and their names are those of ``AutoEPMoELayer``; see :func:`.layers.fuse`
+    Parameters, buffers and their names are those of ``AutoEPMoELayer``; see ``layers.fuse``
     for the further attributes.
     """
 
@@ -67,7 +63,7 @@ class FlashAutoEPMoELayer(AutoEPMoELayer):  # type: ignore[misc]
         Attributes are read in each call, at which ZeRO-3 gathers them.
         """
         experts = self.experts
-        check_unchanged(experts, self.watched, lambda: _form_of(experts) == self.form)
+        self.watched.check_unchanged(experts, lambda: _form_of(experts) == self.form)
         return SplitWeights(gate=(experts.w1,), up=(experts.w3,), down=(experts.w2,))
 
 
@@ -91,13 +87,8 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
         raise ConfigError("AutoEP of this release is not known; install DeepSpeed 0.19.7 or newer")
     if type(experts) is not GroupedExperts:
         raise ConfigError(f"its experts are {type(experts).__name__}, wanted GroupedExperts")
-    if layer.ep_group is None:
-        raise ConfigError(LATE)
     folding = layer.folding_group_handles
-    if folding is not None and folding.spec.tp_size > 1:
-        raise ConfigError(
-            f"it is in a tensor-parallel group of size {folding.spec.tp_size}, wanted 1"
-        )
+    check_groups(layer, 1 if folding is None else folding.spec.tp_size)
     if layer.score_apply != "post":
         raise ConfigError(
             f"it multiplies tokens with their scores before the experts (score_apply "
@@ -108,7 +99,7 @@ def inspect(layer: AutoEPMoELayer) -> LayerInfo:
             f"expert_parallel.comm_backend is {layer.comm_backend!r}, wanted 'comm' or 'flashmoe'"
         )
     form = _form_of(experts)
-    watched = check_forwards(experts)
+    watched = Watched(experts)
     # Sharded parameters are empty between uses, and an attribute carries their shape.
     _, intermediate, hidden = getattr(experts.w1, "ds_shape", experts.w1.shape)
     shape = MoEConfig(

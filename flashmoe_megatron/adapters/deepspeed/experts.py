@@ -28,12 +28,9 @@ from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """Says what an expert computes, and which of its linear layers are which.
+    """Says what an expert computes, and by name which of its linear layers are which.
 
-    Attributes:
-        fc1: Name of the first linear layer, or names of gate and up.
-        fc2: Name of the last linear layer.
-        up_first: The one layer ``fc1`` of a gated expert has the up rows before the gate rows.
+    ``fc1`` is the first one, or gate and up; with ``up_first`` the one layer has the up rows first.
     """
 
     hidden: int
@@ -187,11 +184,7 @@ class _Copy(nn.Module):
 
 @dataclass(frozen=True)
 class _Proof:
-    """One run of the module with the parameters of a copy.
-
-    Attributes:
-        grads: The gradients of x and the parameters; ``None`` where there is none.
-    """
+    """One run of the module with the parameters of a copy; gradients are of x and of these."""
 
     x: torch.Tensor
     copy: _Copy
@@ -199,7 +192,6 @@ class _Proof:
     grads: tuple[torch.Tensor | None, ...]
 
     def accepts(self, form: ExpertForm) -> bool:
-        """Tells whether the module computed what the form says."""
         weights = read_weights([self.copy], form)
         if isinstance(weights, SplitWeights):
             weights = weights.join()
@@ -251,7 +243,6 @@ class _ForwardBackward(nn.Module):
 
 
 def _run(expert: nn.Module, copy: _Copy, scale: float, *, training: bool) -> _Proof:
-    """Runs the module forward and backward on rows around ``scale``."""
     x = (copy.x * scale).requires_grad_()
     values = {f"expert.{name}": value for name, value in copy.values.items()}
     try:

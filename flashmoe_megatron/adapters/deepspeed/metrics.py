@@ -12,18 +12,9 @@ from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter, RouteReader
 from flashmoe_megatron.adapters.deepspeed.settings import Settings
 from flashmoe_megatron.adapters.experts import GroupBackends
-from flashmoe_megatron.adapters.metrics import (
-    FILE_NAME,
-    OwnRecords,
-    add_crossings,
-    add_heap,
-    add_tokens,
-    warn_without_wandb,
-)
-from flashmoe_megatron.call import Backend
+from flashmoe_megatron.adapters.metrics import FILE_NAME, Figures, warn_without_wandb
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.measured.calibration import Calibration
-from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink
@@ -46,14 +37,6 @@ class EngineMetrics:
 
     Making one is collective over all ranks: pipeline stages have layers of their own, and one rank
     writes for all.
-
-    Args:
-        engine: DeepSpeed's.
-        experts: This rank's fused layers; none is fine.
-        counters: The counters of those layers' routes.
-        backends: Gives the backends of those layers' groups, as they are at each call.
-        settings: The user's.
-        calibration: For the overlap efficiency.
     """
 
     def __init__(
@@ -66,10 +49,9 @@ class EngineMetrics:
         calibration: Calibration | None,
     ) -> None:
         self._engine = engine
-        self._backends = backends
-        self._experts = experts
-        self._records = OwnRecords(experts)
-        self._tokens = {id(one): one.num_tokens for one in experts}
+        self._figures = Figures(
+            experts, lambda: (one for group in backends() for one in group.backends())
+        )
         self._routes = RouteReader(counters)
         self._last_step = int(engine.global_steps)
         self._reporter = Reporter(
@@ -77,7 +59,7 @@ class EngineMetrics:
             make_group(engine.device),
             engine.device,
             chosen=choose_metrics(settings.metrics),
-            take_records=self._take_records,
+            take_records=self._figures.take_records,
             annotate=self._annotate,
             calibration=calibration,
             sinks=_sinks(engine),
@@ -98,17 +80,9 @@ class EngineMetrics:
         elif not self._engine.module.training:  # the last step may be over
             self._reporter.write_arrived(now)
 
-    def _take_records(self) -> list[LaunchRecord]:
-        return self._records.take(self._all_backends())
-
     def _annotate(self, totals: Totals) -> None:
-        add_heap(totals, self._all_backends())
-        add_crossings(totals, self._all_backends())
+        self._figures.annotate(totals)
         totals.routes_chosen, totals.routes_kept = self._routes.read()
-        add_tokens(totals, self._experts, self._tokens)
-
-    def _all_backends(self) -> list[Backend]:
-        return [one for group in self._backends() for one in group.backends()]
 
 
 def make_group(device: torch.device) -> dist.ProcessGroup:
@@ -137,7 +111,6 @@ def _sinks(engine: Any) -> list[Sink]:
 
 
 def _folder(config: Any) -> Path:
-    """The folder of a run's logs."""
     for monitor in (config.csv_monitor, config.tensorboard):
         if monitor.enabled and monitor.output_path:
             return Path(str(monitor.output_path), str(monitor.job_name))

@@ -14,12 +14,8 @@ from flashmoe_megatron.adapters.deepspeed.experts import (
     read_weights,
     recognise,
 )
-from flashmoe_megatron.adapters.deepspeed.forwards import (
-    Watched,
-    check_forwards,
-    check_unchanged,
-)
-from flashmoe_megatron.adapters.deepspeed.layers import LATE, LayerInfo, Served
+from flashmoe_megatron.adapters.deepspeed.forwards import Watched
+from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served, check_groups
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import ExpertWeights, SplitWeights
@@ -28,7 +24,7 @@ from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 class FlashMOELayer(MOELayer):  # type: ignore[misc]
     """Takes the place of a layer's class ``MOELayer``: DeepSpeed's gate, then our experts.
 
-    Parameters, buffers and their names are those of ``MOELayer``; see :func:`.layers.fuse` for the
+    Parameters, buffers and their names are those of ``MOELayer``; see ``layers.fuse`` for the
     further attributes.
     """
 
@@ -64,7 +60,7 @@ class FlashMOELayer(MOELayer):  # type: ignore[misc]
 
     def _checked_weights(self) -> ExpertWeights | SplitWeights:
         """The experts' weights, where these still compute what the layer was attached for."""
-        check_unchanged(self.experts, self.watched, lambda: _read_form(self)[0] == self.form)
+        self.watched.check_unchanged(self.experts, lambda: _read_form(self)[0] == self.form)
         return read_weights(self.experts.deepspeed_experts, self.form)
 
 
@@ -88,12 +84,8 @@ def inspect(layer: MOELayer) -> LayerInfo:
         raise ConfigError(f"its experts are {type(layer.experts).__name__}, wanted Experts")
     if layer.use_tutel:
         raise ConfigError("it uses Tutel; leave use_tutel out")
-    if layer.ep_group is None:
-        raise ConfigError(LATE)
-    tensor_parallel = bwc_tensor_model_parallel_world_size(groups.mpu)
-    if tensor_parallel > 1:
-        raise ConfigError(f"it is in a tensor-parallel group of size {tensor_parallel}, wanted 1")
-    watched = check_forwards(layer.experts)
+    check_groups(layer, bwc_tensor_model_parallel_world_size(groups.mpu))
+    watched = Watched(layer.experts)
     form, biases = _read_form(layer)
     shape = MoEConfig(
         hidden=form.hidden,
@@ -112,11 +104,7 @@ def inspect(layer: MOELayer) -> LayerInfo:
 
 
 def _read_form(layer: MOELayer) -> tuple[ExpertForm, tuple[bool, bool]]:
-    """Finds out which function the experts compute, and which projections have biases.
-
-    Raises:
-        ConfigError: One is not known, or they differ from each other.
-    """
+    """Finds out which function the experts compute, and which projections have biases."""
     experts = layer.experts.deepspeed_experts
     recognised = [recognise(expert, layer.gate.wg.in_features) for expert in experts]
     forms = {

@@ -37,7 +37,14 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
         check_slots(info.shape, settings.spare_slots, settings.placement)
     except FlashMoEError as error:
         return str(error)
-    return kernel_problem(info) if kind == "kernel" else _dtype_problem(info.dtype)
+    if kind == "kernel":
+        return kernel_problem(info)
+    if info.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        return None
+    return (
+        f"its experts are {info.dtype}, wanted bfloat16, float16 or float32; enable bf16 or fp16 "
+        "in the DeepSpeed configuration"
+    )
 
 
 def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> str | None:
@@ -93,12 +100,3 @@ def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str], settings: Sett
             f"are of experts that one host's ranks share; set {SECTION}.spare_slots to 0"
         )
     return None
-
-
-def _dtype_problem(dtype: torch.dtype) -> str | None:
-    if dtype in (torch.bfloat16, torch.float16, torch.float32):
-        return None
-    return (
-        f"its experts are {dtype}, wanted bfloat16, float16 or float32; enable bf16 or fp16 in the "
-        "DeepSpeed configuration"
-    )

@@ -48,7 +48,8 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         )
     # Releases up to 0.19 have no megakernels.
     for action in filter(None, (dispatcher, _action(parser, MEGAKERNEL))):
-        action.choices = _with_flashmoe(action.choices)
+        if action.choices is not None and DISPATCHER_TYPE not in action.choices:
+            action.choices = [*action.choices, DISPATCHER_TYPE]
     add_flag_group(parser)
     return parser
 
@@ -85,12 +86,6 @@ def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:
     return next((action for action in parser._actions if action.dest == name), None)
-
-
-def _with_flashmoe(choices: Any) -> Any:
-    if choices is None or DISPATCHER_TYPE in choices:
-        return choices
-    return [*choices, DISPATCHER_TYPE]
 
 
 def patch_checkpointing(checkpointing: ModuleType) -> None:

@@ -185,10 +185,6 @@ def _compute(
     dispatcher.start_shared(hidden_states)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     output = routed(
-        tokens,
-        probs,
-        dispatcher.routing_map,
-        layer=number_in_model(layer),
-        experts=layer.experts,
+        tokens, probs, dispatcher.routing_map, layer=number_in_model(layer), experts=layer.experts
     )
     return dispatcher.add_shared(output.view(hidden_states.shape)), None

@@ -7,6 +7,7 @@ gets a branch for ours.
 """
 
 import contextlib
+import functools
 import itertools
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.core import parallel_state
 from flashmoe_megatron.adapters.megatron.config.asked import OVERLAP, is_megakernel
 from flashmoe_megatron.adapters.megatron.config.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
-from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, flag_of
+from flashmoe_megatron.adapters.megatron.settings import current_settings, flag_of
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 
@@ -54,12 +55,21 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         refuse(config, CONFIG_REFUSALS)
-        for name in ("moe_latent_size", OVERLAP):
-            if getattr(config, name, None):
-                raise _refusal(
-                    f"--{name.replace('_', '-')}", "has one call for routed and shared experts"
+        settings, one_call = current_settings(), "has one call for routed and shared experts"
+        is_ahead = settings.placement == "lookahead" and settings.filled_slots > 0
+        is_routed = "is given tokens that are routed"
+        for flag, is_asked, interface in (
+            ("--moe-latent-size", getattr(config, "moe_latent_size", None), one_call),
+            (f"--{OVERLAP.replace('_', '-')}", getattr(config, OVERLAP, None), one_call),
+            (flag_of("pre_gate"), settings.pre_gate, is_routed),
+            (f"{flag_of('placement')} lookahead", is_ahead, is_routed),
+            (flag_of("slice_gradients"), settings.slice_gradients, is_routed),
+        ):
+            if is_asked:
+                raise ConfigError(
+                    f"{flag} cannot be honoured behind the megakernel interface, which "
+                    f"{interface}: use --moe-token-dispatcher-type flashmoe"
                 )
-        _check_settings(current_settings())
         wanted = config.num_moe_experts // dist.get_world_size(ep_group)
         if num_local_experts != wanted:
             raise ConfigError(
@@ -86,33 +96,15 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         return output
 
 
-def _check_settings(settings: Settings) -> None:
-    """Refuses what hangs on a MoE layer of the dispatcher, which the interface goes around."""
-    asked = {
-        flag_of("pre_gate"): settings.pre_gate,
-        f"{flag_of('placement')} lookahead": (
-            settings.placement == "lookahead" and settings.filled_slots > 0
-        ),
-        flag_of("slice_gradients"): settings.slice_gradients,
-    }
-    for flag, is_asked in asked.items():
-        if is_asked:
-            raise _refusal(flag, "is given tokens that are routed")
-
-
-def _refusal(flag: str, interface: str) -> ConfigError:
-    """Makes the error for a flag that this interface cannot honour."""
-    return ConfigError(
-        f"{flag} cannot be honoured behind the megakernel interface, which {interface}: use "
-        "--moe-token-dispatcher-type flashmoe"
-    )
-
-
 def patch_factory(module: ModuleType) -> None:
     """Adds our backend to NVIDIA's factory."""
     patch(module, "build_megakernel_backend", _build)
-    patch(module, "prepare_megakernel_shared_expert_config", _as_it_is)
-    patch(module, "megakernel_shared_expert_init_context", _no_context)
+    # Shared experts are built as without a megakernel: Megatron's own forward computes them.
+    for name, ours in (
+        ("prepare_megakernel_shared_expert_config", lambda config: config),
+        ("megakernel_shared_expert_init_context", lambda _: contextlib.nullcontext()),
+    ):
+        patch(module, name, functools.partial(_or_ours, ours))
 
 
 def _build(original: Function) -> Function:
@@ -123,13 +115,8 @@ def _build(original: Function) -> Function:
     return build
 
 
-def _as_it_is(original: Function) -> Function:
-    return lambda config: config if is_megakernel(config) else original(config)
-
-
-def _no_context(original: Function) -> Function:
-    """Shared experts are built as without a megakernel: Megatron's own forward computes them."""
-    return lambda config: (contextlib.nullcontext() if is_megakernel(config) else original(config))
+def _or_ours(ours: Function, original: Function) -> Function:
+    return lambda config: (ours if is_megakernel(config) else original)(config)
 
 
 _built = itertools.count()

@@ -8,7 +8,6 @@ training loop of one's own makes a :class:`MoEMetrics` and calls it after each i
 import inspect
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,18 +21,9 @@ from flashmoe_megatron.adapters.megatron.config.asked import has_logger, is_serv
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
 from flashmoe_megatron.adapters.megatron.shape import ROUTED
-from flashmoe_megatron.adapters.metrics import (
-    FILE_NAME,
-    OwnRecords,
-    add_crossings,
-    add_heap,
-    add_tokens,
-    warn_without_wandb,
-)
+from flashmoe_megatron.adapters.metrics import FILE_NAME, Figures, warn_without_wandb
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.call import Backend
 from flashmoe_megatron.ranks import Ranks
-from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.telemetry.registry import choose_metrics
 from flashmoe_megatron.telemetry.reporter import Reporter
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, Sink, TensorBoardSink, WandbSink
@@ -93,17 +83,28 @@ class MoEMetrics:
         Ranks(world).check_same({"metrics": self._names, "interval": self._interval})
         if not self._chosen:
             return None
-        found = live_experts() if self._model is None else _experts_of(self._model)
+        found = live_experts()
+        if self._model is not None:
+            modules = (module for chunk in self._model for module in chunk.modules())
+            found = [getattr(module, ROUTED) for module in modules if hasattr(module, ROUTED)]
         layers = _one_of_each_number(_trained(found, world))
         device = torch.empty(0, device=torch.cuda.current_device()).device
-        source = _Source(layers)
+        figures = Figures(layers)
+
+        def annotate(totals: Totals) -> None:
+            figures.annotate(totals)
+            for name, one in take_link_totals().items():
+                totals.link_bytes[name] += one.nbytes
+                totals.link_timed_bytes[name] += one.timed_bytes
+                totals.link_seconds[name] += one.seconds
+
         return Reporter(
             {routed.layer: routed.place for routed in layers},
             world,
             device,
             chosen=self._chosen,
-            take_records=source.take_records,
-            annotate=source.annotate,
+            take_records=figures.take_records,
+            annotate=annotate,
             calibration=next((routed.calibration for routed in layers), None),
             sinks=self._sinks,
             interval=self._interval,
@@ -132,37 +133,6 @@ def _one_of_each_number(layers: Iterable[RoutedExperts]) -> list[RoutedExperts]:
     for routed in by_shape:
         chosen.setdefault(routed.layer, routed)
     return list(chosen.values())
-
-
-def _experts_of(model: Iterable[torch.nn.Module]) -> list[RoutedExperts]:
-    modules = (module for chunk in model for module in chunk.modules())
-    return [getattr(module, ROUTED) for module in modules if hasattr(module, ROUTED)]
-
-
-class _Source:
-    """Collects what layers tell, as long as they live."""
-
-    def __init__(self, layers: Iterable[RoutedExperts]) -> None:
-        self._layers = weakref.WeakSet(layers)
-        self._records = OwnRecords(self._layers)
-        self._tokens = {id(routed): routed.num_tokens for routed in self._layers}
-
-    def take_records(self) -> list[LaunchRecord]:
-        """The records of their launches that have ended."""
-        return self._records.take(self._backends())
-
-    def annotate(self, totals: Totals) -> None:
-        """Adds the heap's size, and the tokens and bytes since the last call."""
-        add_heap(totals, self._backends())
-        add_crossings(totals, self._backends())
-        add_tokens(totals, list(self._layers), self._tokens)
-        for name, one in take_link_totals().items():
-            totals.link_bytes[name] += one.nbytes
-            totals.link_timed_bytes[name] += one.timed_bytes
-            totals.link_seconds[name] += one.seconds
-
-    def _backends(self) -> list[Backend]:
-        return list({id(routed.backend): routed.backend for routed in self._layers}.values())
 
 
 def patch_training(training: ModuleType) -> None:
@@ -232,7 +202,6 @@ class _ScriptMetrics:
 
 
 def _folder(args: Any) -> Path:
-    """Returns the folder for the logs of a run."""
     names = ("wandb_save_dir", "save", "tensorboard_dir")
     given = (getattr(args, name, None) for name in names)
     return Path(next((folder for folder in given if folder), "."))

@@ -5,8 +5,6 @@ timeout. They talk through the store that the job's ranks have met in, since no 
 called by some of them alone.
 """
 
-from typing import Any
-
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, STOCK_DISPATCHER_TYPE
@@ -16,12 +14,7 @@ from flashmoe_megatron.torch_groups import torch_group
 
 
 class _Dispatchers:
-    """The dispatchers of all ranks' first layers in a group.
-
-    Attributes:
-        answers: All ranks', once this one has a layer.
-        names: What these are, once this rank has waited for them.
-    """
+    """The dispatchers of all ranks' first layers in a group, once this rank has waited for them."""
 
     def __init__(self) -> None:
         self.answers: Answers[str] | None = None
@@ -33,25 +26,25 @@ def tell_dispatcher(group: dist.ProcessGroup | None, dispatcher: str) -> None:
 
     Not collective, and never waits.
     """
-    group = torch_group(group)
-    if group is not None and _has_peers(group) and (known := _of(group)).answers is None:
-        ranks = StoreRanks(group, timeout=0.0, purpose="dispatcher")  # a check has its own timeout
+    known = _of(group)
+    if known is not None and known.answers is None:
+        # A check has its own timeout.
+        ranks = StoreRanks(torch_group(group), timeout=0.0, purpose="dispatcher")
         known.answers = ranks.ask(dispatcher)
 
 
 def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> None:
     """Waits until all ranks of a group have stored their first layer's dispatcher, and compares.
 
-    Does nothing for a group whose ranks have been found to agree.
+    Does nothing for a group whose ranks have been found to agree. The timeout is in seconds.
 
     Raises:
         ConfigError: They differ, or a rank has built no MoE layer within the timeout.
     """
-    group = torch_group(group)
-    if group is None or not _has_peers(group):
-        return
     known = _of(group)
-    ranks: list[int] = dist.get_process_group_ranks(group)
+    if known is None:
+        return
+    ranks: list[int] = dist.get_process_group_ranks(torch_group(group))
     assert known.answers is not None, "this rank has a layer"
     if not known.names and (silent := [ranks[one] for one in known.answers.silent(timeout)]):
         raise ConfigError(
@@ -70,12 +63,11 @@ def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> Non
         )
 
 
-def _of(group: dist.ProcessGroup) -> _Dispatchers:
+def _of(group: dist.ProcessGroup | None) -> _Dispatchers | None:
+    """Returns what ranks know of a group, ``None`` where no other rank can answer."""
+    group = torch_group(group)
+    if group is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return None
+    if dist.get_backend(group) == "fake":  # ranks that are made up, for a dry run of one process
+        return None
     return Ranks(group).once(_Dispatchers, make=_Dispatchers)
-
-
-def _has_peers(group: Any) -> bool:
-    """Tells whether there is another rank to talk to."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return False
-    return dist.get_backend(group) != "fake"  # ranks that are made up, for a dry run of one process

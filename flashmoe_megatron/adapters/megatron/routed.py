@@ -17,10 +17,7 @@ from flashmoe_megatron.adapters.experts import (
 )
 from flashmoe_megatron.adapters.megatron.buckets.hooks import ExpertHooks
 from flashmoe_megatron.adapters.megatron.buckets.state import BUCKETS
-from flashmoe_megatron.adapters.megatron.config.asked import (
-    expert_tensor_size,
-    expert_width,
-)
+from flashmoe_megatron.adapters.megatron.config.asked import expert_tensor_size, expert_width
 from flashmoe_megatron.adapters.megatron.config.computation import compute_dtype
 from flashmoe_megatron.adapters.megatron.config.notices import ignored_settings
 from flashmoe_megatron.adapters.megatron.config.refusals import (

@@ -66,24 +66,16 @@ class Settings(FrameworkOptions):
         """Gives the options of a backend, with the script's timeout where none was chosen."""
         given = super().backend_options()
         if self.timeout is None:
-            given["timeout"] = _script_timeout()
+            # As long as Megatron's own exchanges wait, since a rank may be writing a profile.
+            minutes = getattr(megatron_args(), "distributed_timeout_minutes", None) or 0
+            is_given = minutes > 0
+            given["timeout"] = min(60.0 * minutes, MAX_TIMEOUT) if is_given else DEFAULT_TIMEOUT
         return given
 
     @classmethod
     def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:
         """The error that a value is, which names the flag."""
         return ConfigError(f"{flag_of(name)} {value!r}: {wanted}")
-
-
-def _script_timeout() -> float:
-    """Returns how long Megatron's own exchanges wait for a rank, in seconds.
-
-    The kernel has to wait as long, since a rank may be busy writing a profile.
-    """
-    minutes = getattr(megatron_args(), "distributed_timeout_minutes", None)
-    if not minutes or minutes < 0:
-        return DEFAULT_TIMEOUT
-    return min(60 * float(minutes), MAX_TIMEOUT)
 
 
 def flag_of(name: str) -> str:

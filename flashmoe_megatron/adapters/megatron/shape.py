@@ -55,18 +55,12 @@ def moe_config(
         gated=bool(config.gated_linear_unit),
         clamp_value=clamp_value(config),
         linear_offset=float(getattr(config, "glu_linear_offset", None) or 0),
-        glu_interleave=_interleave(config, experts),
+        # Megatron's sequential experts have no blocks.
+        glu_interleave=0 if hasattr(experts, "local_experts") else number(config, INTERLEAVE, 0),
         num_ranks=num_ranks,
         max_tokens=max_tokens,
         skip_zero_probs=_pads_to_capacity(config),
     )
-
-
-def _interleave(config: Any, experts: torch.nn.Module) -> int:
-    """Rows of the blocks in fc1, which Megatron's sequential experts do not have."""
-    if hasattr(experts, "local_experts"):
-        return 0
-    return number(config, INTERLEAVE, 0)
 
 
 def _pads_to_capacity(config: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.adapters.forwards import Classes, classes_of, name_of, with_all_below
+from flashmoe_megatron.adapters.forwards import Classes, name_of, with_all_below
 from flashmoe_megatron.adapters.megatron.buckets.hooks import await_parameters, waits_for_parameters
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.touched import find_touched
@@ -59,10 +59,13 @@ class HeldExperts:
     def _check_modules(self) -> list[torch.nn.Module]:
         """Refuses modules that would compute something else; returns the modules with hooks."""
         modules = with_all_below(self._experts)
-        classes = classes_of(modules)
+        classes = tuple(map(type, modules))
         if classes != self._classes:
             for module in modules:
-                _check_class(module, self._experts)
+                cls = type(module)
+                if not cls.__module__.startswith(_STOCK):
+                    name = f"{cls.__module__}.{cls.__qualname__}"
+                    _refuse(module, self._experts, f"is of class {name}")
             self._classes = classes
         touched = find_touched(modules)
         for module in touched:
@@ -96,12 +99,6 @@ class HeldExperts:
                 (experts.linear_fc1, experts.linear_fc2), self._held, strict=True
             )
         )
-
-
-def _check_class(module: torch.nn.Module, experts: torch.nn.Module) -> None:
-    cls = type(module)
-    if not cls.__module__.startswith(_STOCK):
-        _refuse(module, experts, f"is of class {cls.__module__}.{cls.__qualname__}")
 
 
 def _check_hooks(module: torch.nn.Module, experts: torch.nn.Module) -> None:

@@ -186,11 +186,7 @@ def _read_form(experts: Any) -> dict[str, Any]:
 
 
 def _is_swiglu(experts: Any) -> bool:
-    """Tells whether experts are torchtitan's usual ones, or GPT-OSS's.
-
-    Raises:
-        ConfigError: They are of another class, which an override does not admit.
-    """
+    """Tells whether experts are torchtitan's usual ones, or GPT-OSS's."""
     if type(experts) is GroupedExperts:
         return True
     if type(experts).__module__ != _GPT_OSS:
@@ -202,11 +198,7 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _holding_of(experts: Any) -> Holding:
-    """Finds all that decides what experts compute but their parameters, and calls no forward.
-
-    Raises:
-        ConfigError: They have hooks or a ``forward`` that is not torchtitan's.
-    """
+    """Finds all that decides what experts compute but their parameters, and calls no forward."""
     for module in find_touched([experts]):
         touch = touch_of(module)
         if touch is not None:
@@ -218,7 +210,6 @@ def _holding_of(experts: Any) -> Holding:
 
 
 def _down_of(weights: ExpertWeights | SplitWeights) -> torch.Tensor:
-    """The stack of this rank's down projections."""
     (down,) = weights.down if isinstance(weights, SplitWeights) else weights.fc2
     return down
 

@@ -66,16 +66,13 @@ def holding_of(experts: nn.Module) -> Holding:
 
 
 def read_shape(experts: nn.Module, topk: int, num_ranks: int) -> MoEConfig:
-    """The shape of a layer whose experts these are.
+    """The shape of a layer whose experts these are; its ``max_tokens`` does not count.
 
     Args:
         experts: A module of a class that ``use_experts_implementation`` decorates, with its
             parameters in memory.
         topk: Most choices of one token.
         num_ranks: Ranks of the expert-parallel group, each with as many experts as this one.
-
-    Returns:
-        The shape; its ``max_tokens`` does not count.
 
     Raises:
         ConfigError: It computes something that no backend does; says what.
@@ -138,11 +135,6 @@ def read_weights(experts: nn.Module, dtype: torch.dtype | None = None) -> Expert
 
 
 def _check_sizes(experts: nn.Module, sizes: dict[str, Any]) -> None:
-    """Refuses sizes that no backend computes.
-
-    Raises:
-        ConfigError: Says also where a size is a rank's share of the model's.
-    """
     try:
         MoEConfig(**sizes, activation=Activation.SILU, gated=bool(experts.has_gate))
     except ConfigError as error:
@@ -159,16 +151,11 @@ def _check_sizes(experts: nn.Module, sizes: dict[str, Any]) -> None:
 
 
 def _first(experts: nn.Module) -> str:
-    """The name of the first projection's parameter."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
 def _read_activation(experts: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The fields of MoEConfig that say what becomes of the first projection's output.
-
-    Raises:
-        ConfigError: It is none of the known functions.
-    """
+    """The fields of MoEConfig that say what becomes of the first projection's output."""
     name = type(experts).__name__
     function = experts._apply_gate if experts.has_gate else experts.act_fn
     device = getattr(experts, _first(experts)).device
@@ -207,14 +194,12 @@ _Proof = tuple[torch.Tensor, torch.Tensor]
 def _run(
     function: Any, rows: torch.Tensor, modules: Sequence[nn.Module], *, training: bool
 ) -> _Proof:
-    """Runs a function of modules in one of their modes."""
     with in_mode(modules, training=training):
         out = function(rows)
         return out.detach(), torch.autograd.grad(out.square().sum(), rows)[0]
 
 
 def _computes(config: MoEConfig, rows: torch.Tensor, proofs: Sequence[_Proof]) -> bool:
-    """Tells whether a formula gives the values and gradients of every run."""
     out = activate(rows, config)
     want = out.detach(), torch.autograd.grad(out.square().sum(), rows)[0]
     return all(is_close(*pair) for proof in proofs for pair in zip(proof, want, strict=True))

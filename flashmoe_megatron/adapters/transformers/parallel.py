@@ -24,10 +24,7 @@ class FlashMoEParallel(EPImplementation):  # type: ignore[misc]
         self._experts = experts
 
     def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Applies the experts of all ranks to this rank's tokens. Collective over both meshes.
 

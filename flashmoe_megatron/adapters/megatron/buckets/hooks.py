@@ -47,7 +47,7 @@ class _Hook:
         self.ddp = weakref.ref(ddp)
         self._param = weakref.ref(param)
         self._original = weakref.ref(original)
-        self.experts: Callable[[], ExpertHooks | None] = _nobody
+        self.experts: Callable[[], ExpertHooks | None] = lambda: None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
@@ -66,14 +66,9 @@ class _Hook:
             experts.tell(param, self)
 
     def call(self) -> None:
-        """Does what DDP does."""
         original = self._original()
         if original is not None:
             original()
-
-
-def _nobody() -> None:
-    """There are no experts."""
 
 
 def make_backward_post_hook(original: Function) -> Function:
@@ -384,11 +379,7 @@ class ExpertHooks:
 
 def _hooks_on(accumulator: Any) -> dict[int, Function]:
     """The hooks on a node of autograd, now and later."""
-    handle = accumulator.register_hook(_nothing)
+    handle = accumulator.register_hook(lambda *_: None)
     hooks: dict[int, Function] = handle.hooks_dict_ref()
     handle.remove()
     return hooks
-
-
-def _nothing(*_: Any) -> None:
-    """Does nothing."""

@@ -99,7 +99,6 @@ class _Handles:
         self._handles = [handle for handle in handles if handle is not None]
 
     def wait(self) -> None:
-        """Waits for all of them."""
         for handle in self._handles:
             handle.wait()
 
@@ -138,7 +137,14 @@ def _in_place(module: ModuleType, buckets: Sequence[Any]) -> Iterator[list[Calla
         if not _is_large(output, group):
             return gather(output, input, group=group, async_op=async_op)
         shares = any(_has_own_memory(bucket, output) for bucket in buckets)
-        calls.append(lambda: _gather(_multipath(group, output), output, input, async_op, shares))
+
+        def call() -> Work | None:
+            multipath = _multipath(group, output)
+            if shares:  # peers may write directly to memory that stays
+                multipath.share(output)
+            return multipath.all_gather(output, input, async_op)
+
+        calls.append(call)
         return None
 
     def reduce_scatter(
@@ -164,19 +170,6 @@ def _in_place(module: ModuleType, buckets: Sequence[Any]) -> Iterator[list[Calla
         module.dist_reduce_scatter_func = reduce  # type: ignore[attr-defined]
 
 
-def _gather(
-    multipath: Multipath,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    async_op: bool,
-    shares: bool,
-) -> Work | None:
-    """Gathers into a bucket; peers may write directly to it if it stays where it is."""
-    if shares:
-        multipath.share(output)
-    return multipath.all_gather(output, input, async_op)
-
-
 def _has_own_memory(bucket: Any, parameters: torch.Tensor) -> bool:
     """Tells whether parameters are a bucket's, in the same memory in every iteration.
 
@@ -189,7 +182,6 @@ def _has_own_memory(bucket: Any, parameters: torch.Tensor) -> bool:
 
 
 def _kind_of(op: Any) -> Reduction | None:
-    """Returns the reduction, ``None`` if only Megatron's own collective knows it."""
     if op == dist.ReduceOp.SUM:
         return "sum"
     return "average" if op == dist.ReduceOp.AVG else None

@@ -150,7 +150,6 @@ def _size_buckets(
 
 
 def _is_chosen(ddp_config: Any) -> bool:
-    """Tells whether the user has chosen the buckets' size."""
     if not BUCKETS.is_script:
         return ddp_config.bucket_size is not None
     args = megatron_args()
@@ -158,11 +157,7 @@ def _is_chosen(ddp_config: Any) -> bool:
 
 
 def _plan(ddp_config: Any, module: torch.nn.Module, operation: str) -> int:
-    """Plans what each layer has room for, in elements of a bucket. Collective over all ranks.
-
-    Raises:
-        ConfigError: Nothing is reduced while a backward runs, or a rank cannot plan.
-    """
+    """Plans what each layer has room for, in elements of a bucket. Collective over all ranks."""
     if not ddp_config.overlap_grad_reduce:
         raise ConfigError(f"{flag_of('slice_gradients')} wants --overlap-grad-reduce beside it")
     if ddp_config.num_distributed_optimizer_instances > 1:

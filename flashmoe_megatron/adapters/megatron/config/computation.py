@@ -82,17 +82,15 @@ def activation_of_experts(config: Any, experts: torch.nn.Module) -> Activation:
     used = {type(operation) for operation in held if isinstance(operation, torch.nn.Module)}
     if not used:
         return activation
-    found = [_te_activation(cls) for cls in used]
-    if len(found) == 1 and found[0] is not None:
+    found = [
+        _TE_ACTIVATIONS.get(cls.__name__)
+        for cls in used
+        if cls.__module__.partition(".")[0] == "transformer_engine"
+    ]
+    if len(used) == len(found) == 1 and found[0] is not None:
         return found[0]
     listed = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in used))
     raise ConfigError(
         f"--use-te-activation-func: the experts' activation is {listed}, wanted one of "
         f"Transformer Engine's {', '.join(_TE_ACTIVATIONS)}; leave the flag out"
     )
-
-
-def _te_activation(operation: type) -> Activation | None:
-    if operation.__module__.partition(".")[0] != "transformer_engine":
-        return None
-    return _TE_ACTIVATIONS.get(operation.__name__)

@@ -43,9 +43,6 @@ class Ignored:
     """One setting that is accepted and chooses nothing.
 
     Attributes:
-        name: Field of TransformerConfig.
-        flag: The flag as the user writes it.
-        is_asked: Whether a configuration asks for it.
         why: A sentence without a full stop.
     """
 
@@ -189,7 +186,6 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _reduces_experts(args: Any) -> bool:
-    """Tells whether several ranks have the same experts."""
     stages = number(args, "pipeline_model_parallel_size", 1)
     apart = stages * number(args, "expert_model_parallel_size", 1) * expert_tensor_size(args)
     return number(args, "world_size", 1) > apart

@@ -152,17 +152,17 @@ class BackendOptions:
     keep: KeepOption = option(
         "auto",
         one_of(("auto", *KEEPS)),
-        "What a forward keeps for its backward: all that this needs, as the frameworks' own layers "
-        "do; preactivations, the first projection's outputs, and the rows of tokens are fetched "
-        "again; or the layer's inputs, from which the backward computes the rest again. auto takes "
-        "preactivations where, by the layer's sizes, fetching takes little of a backward's time, "
-        "else all, and logs which.",
+        "What a forward keeps for its backward. all keeps everything that the backward needs, as "
+        "the frameworks' own layers do. preactivations keeps the outputs of the first projection, "
+        "and the backward fetches the rows of tokens again. inputs keeps the layer's inputs, and "
+        "the backward computes the rest again. auto takes preactivations where fetching takes "
+        "little of a backward's time by the layer's sizes, else all, and logs its choice.",
     )
     reserved_sms: int = option(
         DEFAULT_RESERVED_SMS,
         whole_number(least=0),
-        "Multiprocessors left free for NCCL, which runs beside the kernel when gradients or "
-        "parameters are exchanged.",
+        "Multiprocessors that launches leave to NCCL, which runs concurrently with the kernel "
+        "when gradients or parameters are exchanged.",
     )
     row_bound: float | None = option(
         None,
@@ -172,55 +172,56 @@ class BackendOptions:
             most=MAX_ROW_BOUND,
             metavar="FACTOR",
         ),
-        "Rows that the buffers hold, as a multiple of the mean number of rows per rank; a rank "
-        "that receives more is an error, and nothing is ever dropped. The layer is then one launch "
-        "that the host never waits for, and a CUDA graph can capture it.",
+        "How many rows the buffers hold, as a multiple of the mean number of rows per rank. A "
+        "rank that receives more raises an error, and nothing is ever dropped. With a bound the "
+        "layer is one launch that the host never waits for, and a CUDA graph can capture it.",
         unset="exact buffers, for which the host waits in every forward of training",
     )
     spare_slots: int = option(
         0,
         whole_number(least=0, most=MAX_EXPERTS),
-        "Experts of other ranks that a rank may compute beside its own in each launch, as replicas "
-        "of those that get most tokens, at most as many as it has of its own; not on the "
-        "scheduled backend.",
+        "How many experts of other ranks a rank may compute in each launch besides its own, at "
+        "most as many as these. They are replicas of the experts that get most tokens. The "
+        "scheduled backend has none.",
     )
     placement: When = option(
         "launch",
         one_of(get_args(When)),
-        "When spare slots are filled: in each launch, from its routing; lookahead settles on the "
-        "experts before, from what a layer's input says of the routing, which stays the exact one; "
-        "off leaves them empty.",
+        "When spare slots are filled. launch fills them in each launch, from its routing. "
+        "lookahead settles on the experts before, from what the layer's input says of the "
+        "routing, which itself stays exact. off leaves the slots empty.",
     )
     replica_policy: Policy = option(
         "balance",
         one_of(POLICIES),
-        "What replicas are for: balance evens out the ranks' rows, which suits NVLink; popular "
-        "keeps a rank's routes on the rank as far as spare slots go, which suits slow links.",
+        "What replicas are for. balance evens out the ranks' rows, which suits NVLink. popular "
+        "keeps as many of a rank's routes on the rank as its spare slots allow, which suits slow "
+        "links.",
     )
     degree: str = option(
         "1",
         _degrees(),
-        "Parts that the scheduled backend cuts every expert's rows into, so that some travel while "
-        "others are computed: a number, or two for forward and backward. auto computes both from "
-        "what degree_fit says of the machine.",
+        "Into how many parts the scheduled backend cuts every expert's rows, so that some travel "
+        "while others are computed: a number, or two for forward and backward. auto computes both "
+        "from the file that degree_fit names.",
     )
     degree_fit: str | None = option(
         None,
         _path(),
-        "File with what exchanges and products take here, from python -m "
-        "flashmoe_megatron.schedule fit, for degree auto and slice_gradients.",
+        "A file that says how long exchanges and products take on this machine, written by python "
+        "-m flashmoe_megatron.schedule fit. The degree auto and slice_gradients need it.",
         unset="none, and degrees are numbers",
     )
     exchange: ExchangeKind = option(
         "auto",
         one_of(get_args(ExchangeKind)),
-        "How the scheduled backend's rows travel: direct, each rank to each; copies, likewise, by "
-        "copy engines that write into the other GPUs of one host; 2dh, within hosts and then "
-        "between ranks of one place. auto takes 2dh where several hosts have several ranks each, "
-        "else direct.",
+        "How the rows of the scheduled backend travel. direct sends them from each rank to each "
+        "other rank. copies does so by copy engines that write into the other GPUs of one host. "
+        "2dh sends them within each host, and then between the ranks at one place of all hosts. "
+        "auto takes 2dh where several hosts have several ranks each, else direct.",
     )
     symmetric_memory: SymmetricMemory = option(
-        "cuda", one_of(get_args(SymmetricMemory)), "What GPUs share memory with: cuda or nvshmem."
+        "cuda", one_of(get_args(SymmetricMemory)), "How GPUs share memory: by cuda or by nvshmem."
     )
     timeout: float = option(
         DEFAULT_TIMEOUT,
@@ -230,15 +231,16 @@ class BackendOptions:
             most=MAX_TIMEOUT,
             metavar="SECONDS",
         ),
-        "Seconds that the kernel, exchanges between its hosts, and the scheduled backend's "
-        "exchanges copies and 2dh wait for a peer before it is an error.",
+        "How many seconds a rank waits for a peer before it raises an error: in the kernel, in "
+        "exchanges between its hosts, and in the scheduled backend's exchanges copies and 2dh.",
     )
     host_overlap: int = option(
         0,
         whole_number(least=0, most=2),
-        "Launches for the tokens of other hosts, where an expert-parallel group spans several: a "
-        "rank then launches its own tokens first, while those travel, and shares travel back under "
-        "the next launch. 0 exchanges all before and behind the launch.",
+        "In how many launches a rank computes the tokens of other hosts, where an expert-parallel "
+        "group spans several. It launches its own tokens first, while the others travel, and "
+        "results travel back during the next launch. With 0, all tokens are exchanged before the "
+        "launch and all results after it.",
     )
     counters: bool = option(
         True,
@@ -272,34 +274,35 @@ class FrameworkOptions(BackendOptions):
     backend: BackendKind = option(
         "auto",
         one_of(get_args(BackendKind)),
-        "The kernel needs a Hopper GPU; scheduled runs on any GPU, in parts that overlap; the "
-        "reference is plain torch, slow on a GPU. auto takes the kernel for bfloat16 and float16 "
-        "on a Hopper GPU, scheduled for all else on GPUs, and the reference on processors.",
+        "Which backend computes the layers. kernel needs a Hopper GPU. scheduled runs on any GPU, "
+        "in parts that overlap. reference is plain torch, and slow on a GPU. auto takes the "
+        "kernel for bfloat16 and float16 on a Hopper GPU, scheduled for everything else on GPUs, "
+        "and the reference on CPUs.",
     )
     max_tokens: int | None = option(
         None,
         whole_number(least=1, most=MAX_TOKENS),
-        "Most tokens of one rank and call.",
+        "The largest number of tokens that one rank has in one call.",
         unset="the framework's",
     )
     metrics: str = option(
         "default",
         _metric_names(),
-        "What the framework's loggers are told of the MoE layers: default, all (also the details), "
-        "none (the kernel then counts nothing), or names with commas between them.",
+        "Which metrics of the MoE layers the framework's loggers get: default, all (also the "
+        "details), none (the kernel then counts nothing), or names with commas between them.",
     )
     calibration: str | None = option(
         None,
         _path(),
-        "File with the layers' time on 2 GPUs, from python -m flashmoe_megatron.calibrate, for "
-        "the overlap efficiency.",
+        "A file with the layers' time on 2 GPUs, written by python -m "
+        "flashmoe_megatron.calibrate. The overlap efficiency is computed from it.",
         unset="none, and no such metric",
     )
     slice_gradients: bool = option(
         False,
         switch(),
         "Cut the reduction of gradients into pieces that fit the gaps that the layers' exchanges "
-        "leave in a backward, by what degree_fit says of the machine.",
+        "leave in a backward. The file that degree_fit names says how long these are.",
     )
     counters: bool = field(init=False)
 

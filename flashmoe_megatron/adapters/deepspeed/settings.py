@@ -34,14 +34,14 @@ class Settings(FrameworkOptions):
     fallback: str = option(
         "error",
         one_of(("error", "warn")),
-        "What a layer does that cannot be served: error refuses to start, warn leaves it to "
-        "DeepSpeed and says so.",
+        "What happens where a layer cannot be served. error refuses to start, warn leaves the "
+        "layer to DeepSpeed and logs a warning.",
     )
     metrics_interval: int = option(
         10,
         whole_number(least=0),
-        "Optimizer steps between events for DeepSpeed's monitor, on its axis of samples; 0 sends "
-        "none.",
+        "How many optimizer steps lie between events for DeepSpeed's monitor, on its axis of "
+        "samples. 0 sends none.",
     )
     max_tokens: int | None = unset_option(FrameworkOptions, "max_tokens", RANKS_AGREE)
 

@@ -49,17 +49,17 @@ class Settings(FrameworkOptions):
     pre_gate: bool = option(
         False,
         switch(),
-        "Choose experts from a Transformer layer's input, before its attention, as CCFuser does. "
-        "It changes the model, which has to be trained and used with it; with placement lookahead "
-        "replicas are settled on from the very routing.",
+        "Choose experts from the input of a Transformer layer, before its attention, as CCFuser "
+        "does. This is another model, which has to be trained and used with the option. With "
+        "placement lookahead, replicas are settled on from the routing itself.",
     )
 
     multipath: Literal["auto", "off"] = option(
         "off",
         one_of(("auto", "off")),
-        "Whether the distributed optimizer gathers parameters of buckets of at least 64 MiB over "
-        "all links between GPUs at once, by copy engines, and reduces gradients of two ranks so, "
-        "which are then summed in float32.",
+        "Whether the distributed optimizer moves buckets of at least 64 MiB over all links "
+        "between GPUs at once, by copy engines. It gathers parameters so, and reduces the "
+        "gradients of two ranks, which are then summed in float32.",
     )
 
     def backend_options(self) -> dict[str, Any]:

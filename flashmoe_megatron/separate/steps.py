@@ -3,6 +3,7 @@
 A route's bits do not depend on which others are computed with it, as they do not in the kernel.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -253,9 +254,8 @@ class Steps:
         """
         wide = accumulation_dtype(left.dtype)
         out = left.new_empty(len(counts), left.shape[1], right.shape[1], dtype=wide)
-        for one, a, b in zip(out, split(left, counts), split(right, counts), strict=True):
-            if len(a) % self.alike:
-                a, b = self._padded(a), self._padded(b)
+        (left, sizes, _), (right, *_) = self._aligned(left, counts), self._aligned(right, counts)
+        for one, a, b in zip(out, split(left, sizes), split(right, sizes), strict=True):
             torch.mm(a.t().to(wide), b.to(wide), out=one)
         return out
 
@@ -278,19 +278,31 @@ class Steps:
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Computes products in ``dtype`` expert by expert."""
-        out = rows.new_empty(len(rows), of_experts[0].shape[1], dtype=dtype)
-        parts = zip(split(out, counts), split(rows, counts), of_experts, strict=True)
+        rows, sizes, pads = self._aligned(rows.to(dtype), counts)
+        out = rows.new_empty(len(rows), of_experts[0].shape[1])
+        parts = zip(split(out, sizes), split(rows, sizes), of_experts, strict=True)
         for one, part, matrix in parts:
-            part, matrix = part.to(dtype), matrix.to(dtype)
-            if len(part) % self.alike:
-                one.copy_(torch.mm(self._padded(part), matrix)[: len(part)])
-            else:
-                torch.mm(part, matrix, out=one)
-        return out
+            torch.mm(part, matrix if matrix.dtype == dtype else matrix.to(dtype), out=one)
+        if not pads:
+            return out
+        pairs = zip(counts, pads, strict=True)
+        return torch.cat(split(out, [*itertools.chain.from_iterable(pairs)])[::2])
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Adds rows of zeros up to a multiple of :attr:`alike`."""
-        return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % self.alike))
+    def _aligned(
+        self, rows: torch.Tensor, counts: Sequence[int]
+    ) -> tuple[torch.Tensor, Sequence[int], list[int]]:
+        """Adds rows of zeros to those of each expert up to a multiple of :attr:`alike`.
+
+        Returns:
+            All rows, each expert's number of them, and how many of these are zeros, if any are.
+        """
+        pads = [-count % self.alike for count in counts]
+        if not any(pads):
+            return rows, counts, []
+        zeros = rows.new_zeros(sum(pads), rows.shape[1])
+        pairs = zip(split(rows, counts), split(zeros, pads), strict=True)
+        sizes = [count + pad for count, pad in zip(counts, pads, strict=True)]
+        return torch.cat([*itertools.chain.from_iterable(pairs)]), sizes, pads
 
 
 PLAIN = Steps()
@@ -376,7 +388,7 @@ def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = M
 
 def split(rows: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Cuts rows into each expert's."""
-    return torch.split(rows, list(counts))
+    return rows.split_with_sizes(list(counts))  # which torch.split takes longer to call
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -323,7 +323,7 @@ MUTATIONS = (
         "unseen",
         "_disable_current_modes() if _num_modes() else",
         "",
-        "tests/unit/test_reference_backend.py"
+        "tests/unit/test_separate.py"
         "::test_what_a_checkpoint_saves_of_a_forward_changes_no_gradient",
     ),
     Mutation(

@@ -17,7 +17,8 @@ from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool, assert_waited
 from tests.gpu.test_scheduled import on
 from tests.unit import cases
-from tests.unit.test_scheduled import broken, compare, run
+from tests.unit.separate import compare, run
+from tests.unit.test_scheduled import broken
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,8 @@ from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu.expected import Results, assert_as_good, expected
 from tests.gpu.layers import make_config
 from tests.unit import cases
-from tests.unit.test_scheduled import adds_in_float32, run
+from tests.unit.separate import run
+from tests.unit.test_scheduled import adds_in_float32
 
 pytestmark = pytest.mark.gpu
 

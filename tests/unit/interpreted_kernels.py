@@ -23,7 +23,7 @@ from flashmoe_megatron.separate.kernels import KERNELS as kernels
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.separate.steps import PLAIN as plain
 from tests.unit import cases
-from tests.unit.test_scheduled import run
+from tests.unit.separate import run
 
 FORMS = (
     *(

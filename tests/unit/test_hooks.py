@@ -17,7 +17,7 @@ from flashmoe_megatron.separate.hooks import Call
 from flashmoe_megatron.telemetry.record import launch_number
 from tests.distributed import RankPool
 from tests.unit import cases
-from tests.unit.test_scheduled import run
+from tests.unit.separate import run
 
 STAGES = ("gate", "dispatch", "experts", "combine")
 TOKENS = 21

@@ -33,7 +33,7 @@ from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases, records
-from tests.unit.test_reference_backend import ROUTINGS, TOKENS, TOLERANCE, oracle
+from tests.unit.separate import ROUTINGS, TOKENS, compare, oracle
 
 CONFIG = cases.make_config(num_ranks=4, num_experts=16, topk=4, max_tokens=40)
 Found = dict[str, torch.Tensor]
@@ -68,15 +68,14 @@ def weights_of(config: MoEConfig, leaves: list[torch.Tensor]) -> ExpertWeights:
     return ExpertWeights(tuple(leaves[2 : 2 + count]), tuple(leaves[2 + count : 2 + 2 * count]))
 
 
-def found_in(config: MoEConfig, rank: int, out: torch.Tensor, leaves: list[torch.Tensor]) -> Found:
+def found_in(config: MoEConfig, out: torch.Tensor, leaves: list[torch.Tensor]) -> Found:
     """Results by the oracle's names."""
-    names = ["grad x", "grad probs"]
-    first = rank * config.num_local_experts
-    for kind in ("fc1", "fc2"):
-        names += (f"grad {kind} of expert {first + e}" for e in range(config.num_local_experts))
-    grads = {name: leaf.grad for name, leaf in zip(names, leaves, strict=True)}
-    assert all(grad is not None for grad in grads.values())
-    return {"out": out.detach(), **grads}
+    grads = [leaf.grad for leaf in leaves]
+    assert all(grad is not None for grad in grads)
+    count = config.num_local_experts
+    fc1, fc2 = torch.stack(grads[2 : 2 + count]), torch.stack(grads[2 + count : 2 + 2 * count])
+    found = {"out": out.detach(), "grad x": grads[0], "grad probs": grads[1]}
+    return {**found, "grad fc1": fc1, "grad fc2": fc2}
 
 
 def step(backend: HostsBackend, inputs: cases.Inputs, *, by_choices: bool = False) -> Found:
@@ -92,7 +91,7 @@ def step(backend: HostsBackend, inputs: cases.Inputs, *, by_choices: bool = Fals
         routing, given = {"topk_idx": idx, "topk_weight": weight}, (None, None)
     out = moe_apply(backend, x, *given, weights_of(config, leaves), **routing)
     out.backward(inputs.grad_out[rank])
-    return found_in(config, rank, out, leaves)
+    return found_in(config, out, leaves)
 
 
 def assert_same(got: Found, want: Found) -> None:
@@ -136,13 +135,9 @@ def test_two_levels_compute_what_one_does(ranks: RankPool, routing: cases.Routin
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         inputs = cases.make_inputs(CONFIG, routing, TOKENS[4], dtype=dtype)
         found = ranks.run(run_forms, CONFIG, hosts, inputs)
-        for rank, ((forms, _), want) in enumerate(zip(found, oracle(CONFIG, inputs), strict=True)):
+        for (forms, _), want in zip(found, oracle(CONFIG, inputs), strict=True):
             for got in forms:
-                assert got.keys() == want.keys()
-                for name, value in want.items():
-                    assert_close(
-                        f"{name} of rank {rank}", got[name], value, rel_l2=1.2 * TOLERANCE[dtype]
-                    )
+                compare(got, want, dtype, times=1.2)
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
@@ -178,8 +173,7 @@ def test_shapes(ranks: RankPool, name: str):
         found = ranks.run(run_forms, config, hosts, inputs)
         for (forms, _), want in zip(found, oracle(config, inputs), strict=True):
             for got in forms:
-                for key, value in want.items():
-                    assert_close(key, got[key], value, rel_l2=1e-5)
+                compare(got, want, torch.float32)
 
 
 @pytest.mark.parametrize("hosts", [2, 4])
@@ -193,8 +187,7 @@ def test_more_tokens_than_one_launch_takes(
     found = ranks.run(run_in_parts, config, hosts, inputs)
     for (forms, _), want in zip(found, oracle(config, inputs), strict=True):
         for got in forms:
-            for key, value in want.items():
-                assert_close(key, got[key], value, rel_l2=1e-5)
+            compare(got, want, torch.float32)
 
 
 def run_in_parts(group: dist.ProcessGroup, *args: Any) -> Any:
@@ -293,7 +286,7 @@ def several_in_flight(group: dist.ProcessGroup, inputs: cases.Inputs) -> None:
         pending.append((each, leaves, out))
     for want, (each, leaves, out) in zip(alone, pending, strict=True):
         out.backward(each.grad_out[backend.rank])
-        assert_same(found_in(CONFIG, backend.rank, out, leaves), want)
+        assert_same(found_in(CONFIG, out, leaves), want)
 
 
 def growing(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
@@ -310,7 +303,7 @@ def growing(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[int]:
     step(backend, skewed)
     bounds.append(backend.within.config.max_tokens)
     out.backward(inputs.grad_out[backend.rank])
-    assert_same(found_in(config, backend.rank, out, leaves), want)
+    assert_same(found_in(config, out, leaves), want)
     return bounds
 
 

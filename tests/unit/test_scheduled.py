@@ -1,4 +1,7 @@
-"""The scheduled backend beside the reference: any degree, keep and number of ranks, 2 x 2 hosts."""
+"""What the scheduled backend has alone: parts that overlap, ways between ranks, shared experts.
+
+``test_separate.py`` compares it with the oracle, as the reference.
+"""
 
 import os
 import subprocess
@@ -28,7 +31,6 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate import plan
@@ -42,76 +44,7 @@ from flashmoe_megatron.separate.ways import TensorGroup, Way, Ways
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
-
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 6e-3}
-ROUTINGS = (
-    cases.uniform,
-    cases.skewed,
-    cases.to_one_rank,
-    cases.with_empty_experts,
-    cases.with_dropped_tokens,
-    cases.to_nobody,
-)
-
-
-def run(
-    backend: Backend,
-    inputs: cases.Inputs,
-    *,
-    rank: int = 0,
-    as_indices: bool = False,
-    transposed: bool = False,
-    is_stacked: bool = True,
-) -> dict[str, torch.Tensor]:
-    """Forward and backward of one rank's share through the autograd function."""
-    config = backend.config
-    first = rank * config.num_local_experts
-    mine = slice(first, first + config.num_local_experts)
-    parameters = []
-    for all_experts in (inputs.fc1, inputs.fc2):
-        one_by_one = [w.t().contiguous() if transposed else w.clone() for w in all_experts[mine]]
-        kind = [torch.stack(one_by_one)] if is_stacked else one_by_one
-        parameters.append([weight.requires_grad_() for weight in kind])
-    x = inputs.x[rank].clone().requires_grad_()
-    probs, routing_map = inputs.probs[rank].clone(), inputs.routing_map[rank]
-    weights = ExpertWeights(tuple(parameters[0]), tuple(parameters[1]), transposed=transposed)
-    if as_indices:
-        topk_idx, weight = cases.as_choices(config, probs, routing_map)
-        weight.requires_grad_()
-        out = moe_apply(backend, x, None, None, weights, topk_idx=topk_idx, topk_weight=weight)
-    else:
-        weight = probs.requires_grad_()
-        out = moe_apply(backend, x, weight, routing_map, weights)
-    out.backward(inputs.grad_out[rank])
-    assert weight.grad is not None
-    grad_probs = cases.spread(config, topk_idx, weight.grad) if as_indices else weight.grad
-    found = {"out": out.detach(), "grad x": x.grad, "grad probs": grad_probs}
-    for name, leaves in zip(("fc1", "fc2"), parameters, strict=True):
-        grads = torch.cat([leaf.grad.view(-1, *leaf.shape[-2:]) for leaf in leaves])
-        found[f"grad {name}"] = grads.transpose(1, 2) if transposed else grads
-    return found
-
-
-def compare(found: dict[str, Any], want: dict[str, Any], dtype: torch.dtype) -> None:
-    for name, value in want.items():
-        assert_close(name, found[name], value, rel_l2=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("routing", ROUTINGS, ids=lambda routing: routing.__name__)
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 3), (5, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_one_rank_is_the_reference(
-    routing: cases.Routing, degrees: tuple[int, int], dtype: torch.dtype
-) -> None:
-    config = cases.make_config()
-    inputs = cases.make_inputs(config, routing, [37], dtype=dtype)
-    want = run(ReferenceBackend(config), inputs)
-    for keep in ("all", "preactivations", "inputs"):
-        backend = ScheduledBackend(config, options=BackendOptions(keep=keep), degrees=degrees)
-        for form in ({}, {"as_indices": True}, {"is_stacked": False}, {"transposed": True}):
-            compare(run(backend, inputs, **form), want, dtype)
-    again = run(backend, inputs)
-    assert all(torch.equal(again[name], value) for name, value in run(backend, inputs).items())
+from tests.unit.separate import compare, run
 
 
 def part_size(count: int, part: int, degree: int) -> int:
@@ -220,28 +153,6 @@ def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Input
     assert all(any(rows is one.rows for one in made) for rows in summed)
 
 
-def test_ids_below_minus_one_are_no_choices_left_out() -> None:
-    config = cases.make_config()
-    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.float32)
-    weights = ExpertWeights((torch.stack(inputs.fc1),), (torch.stack(inputs.fc2),))
-    idx = torch.tensor([[0, 1], [2, -2], [3, -1], [4, 5], [6, 7]])
-    with pytest.raises(RoutingError, match=r"topk_idx\[1, 1\] is -2, wanted an expert id"):
-        ScheduledBackend(config).forward(
-            inputs.x[0], torch.ones(5, 2), idx, weights, training=False
-        )
-
-
-def test_weights_of_another_dtype_are_looked_at_again() -> None:
-    config = cases.make_config()
-    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.float32)
-    fc1, fc2 = torch.stack(inputs.fc1), torch.stack(inputs.fc2)
-    call = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
-    backend = ScheduledBackend(config)
-    backend.forward(*call, ExpertWeights((fc1,), (fc2,)), training=False)
-    with pytest.raises(ShapeError, match=r"fc2 .*float64"):
-        backend.forward(*call, ExpertWeights((fc1,), (fc2.double(),)), training=False)
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_phases_add_up_to_the_call(direction: str) -> None:
     config = cases.make_config()
@@ -280,38 +191,6 @@ def test_a_gradient_in_a_part_of_a_memory_stays_there() -> None:
     whole = torch.zeros(2, 2, 2)
     store([WeightGrad(whole, False)], values := torch.ones(2, 2, 2))
     assert whole.data_ptr() == values.data_ptr(), "a memory of its own is taken over"
-
-
-def test_one_rank_refuses_unusable_routing_alone() -> None:
-    config = cases.make_config()
-    inputs = cases.make_inputs(config, cases.uniform, [20], dtype=torch.float32)
-    backend = ScheduledBackend(config)
-    with pytest.raises(RoutingError, match="rank 0: token 0 selects 8 experts"):
-        broken(backend, inputs, 0)
-    compare(run(backend, inputs), run(ReferenceBackend(config), inputs), torch.float32)
-
-
-def test_biases_and_other_experts_are_the_reference() -> None:
-    config = cases.make_config(**cases.GPT_OSS)
-    inputs = cases.make_inputs(config, cases.skewed, [29], dtype=torch.float64)
-    g = cases.generator(2)
-    shapes = ((config.fc1_rows,), (config.hidden,))
-    values = [torch.randn(8, *shape, generator=g).double() for shape in shapes]
-    results = []
-    for backend in (ReferenceBackend(config), ScheduledBackend(config, degrees=(3, 2))):
-        leaves = [value.clone().requires_grad_() for value in values]
-        weights = ExpertWeights(
-            (torch.stack(inputs.fc1),),
-            (torch.stack(inputs.fc2),),
-            fc1_bias=(leaves[0],),
-            fc2_bias=(leaves[1],),
-        )
-        probs = inputs.probs[0].clone().requires_grad_()
-        out = moe_apply(backend, inputs.x[0], probs, inputs.routing_map[0], weights)
-        out.backward(inputs.grad_out[0])
-        results.append([out.detach(), probs.grad, *(leaf.grad for leaf in leaves)])
-    for found, want in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, want)
 
 
 def adds_in_float32(dtype: torch.dtype, device: str) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -27,23 +27,14 @@ TOKEN_TOLERANCE = 0.01
 
 Grads = Literal["main_grad", "own"]
 """Where the weights' gradients go: added to float32 buffers, or written in the weights' dtype."""
-GRADS: tuple[Grads, ...] = ("main_grad", "own")
+GRADS: tuple[Grads, ...] = get_args(Grads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One measurement on 2 GPUs.
+    """One measurement on 2 GPUs of a layer, whose shape has the names of its configuration.
 
     Attributes:
-        hidden: Model width.
-        intermediate: FFN width of one expert.
-        num_experts: Experts of the group.
-        topk: Experts of a token.
-        activation: Name of the activation.
-        gated: Whether the FFN is gated.
-        clamp_value: What clamps a gate's inputs, ``None`` without.
-        linear_offset: What is added to a gate's linear half.
-        glu_interleave: Rows of the blocks in which gate and up rows alternate, 0 without.
         num_tokens: Tokens of each of the 2 ranks in one launch.
         gpu: Name of the GPU, as the driver gives it.
         dtype: The tokens' dtype, "bfloat16", "float16", "float32" or "float64".
@@ -225,13 +216,7 @@ def _refuse(path: Path, entries: list[Entry], wanted: Mapping[str, Any]) -> None
 
 
 def read_entries(path: str | Path) -> list[Entry]:
-    """Reads and checks a file.
-
-    Args:
-        path: Where the file is.
-
-    Returns:
-        Its entries, at least one.
+    """Reads and checks a file; returns its entries, at least one.
 
     Raises:
         ConfigError: It cannot be read, or is not what it should be; says where.

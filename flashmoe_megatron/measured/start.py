@@ -16,13 +16,7 @@ from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 
 class Started(NamedTuple):
-    """All ranks, as one of them sees them.
-
-    Attributes:
-        group: Their group, ``None`` for one rank alone.
-        grid: Their hosts.
-        device: The device of this rank.
-    """
+    """All ranks' group, ``None`` for one rank alone, their hosts, and this rank's device."""
 
     group: dist.ProcessGroup | None
     grid: HostGrid

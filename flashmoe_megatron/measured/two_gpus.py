@@ -150,8 +150,8 @@ def measure(
     routing_map = torch.zeros(shape, dtype=torch.bool).scatter_(1, chosen, True).to(device)
     probs = routing_map.float() / config.topk
     x = torch.randn(num_tokens, config.hidden, generator=generator).to(weight).requires_grad_()
-    parameters = [local_part(one).detach().requires_grad_() for one in (layer.fc1, layer.fc2)]
-    weights = ExpertWeights((parameters[0],), (parameters[1],))
+    fc1, fc2 = (local_part(one).detach().requires_grad_() for one in (layer.fc1, layer.fc2))
+    weights, parameters = ExpertWeights((fc1,), (fc2,)), (fc1, fc2)
     if grads == "main_grad":
         for parameter in parameters:
             main_grad = torch.zeros_like(parameter, dtype=torch.float32)

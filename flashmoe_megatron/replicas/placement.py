@@ -116,23 +116,6 @@ def placement_of(
     )
 
 
-def home_placement(num_ranks: int, num_experts: int, spare_slots: int) -> Placement:
-    """Every expert at its owner's, and nothing in the spare slots."""
-    owners = [expert // (num_experts // num_ranks) for expert in range(num_experts)]
-    return placement_of([owners] * num_ranks, [()] * num_ranks, spare_slots)
-
-
-def rows_of_ranks(counts: Counts, placement: Placement) -> list[dict[int, int]]:
-    """Returns each rank's rows by slot under a placement, for slots that have any."""
-    rows: list[dict[int, int]] = [{} for _ in placement.hosts]
-    for routes, table in zip(counts, placement.slot_of, strict=True):
-        for count, slot in zip(routes, table, strict=True):
-            if count:
-                of_rank = rows[slot // placement.slots_per_rank]
-                of_rank[slot] = of_rank.get(slot, 0) + count
-    return rows
-
-
 def locality(counts: Counts, placement: Placement) -> float:
     """The share of all routes whose token and expert are on one rank; 1 if there are none."""
     pairs = [

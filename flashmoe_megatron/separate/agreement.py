@@ -64,15 +64,9 @@ class Agreement:
         most_blocks: int | None,
         tells_all: bool = False,
     ) -> None:
-        """Binds it to the ranks.
+        """Binds it to the ranks of the expert-parallel group and of the group that shares experts.
 
-        Args:
-            config: The layer's shape.
-            ranks: The ranks of the expert-parallel group.
-            tensor: The ranks that share experts, if any do.
-            exchange: Carries rows between them.
-            most_blocks: As the attribute.
-            tells_all: Whether every rank has to know all counts, be it that rows need them or not.
+        With ``tells_all`` every rank knows all counts, be it that rows need them or not.
         """
         self._config, self._ranks, self._tensor = config, ranks, tensor
         self._exchange, self.most_blocks = exchange, most_blocks

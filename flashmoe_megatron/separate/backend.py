@@ -18,21 +18,13 @@ from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCount
 from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.grid import HostGrid, host_groups
+from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.separate.agreement import Agreement, ranks_of
-from flashmoe_megatron.separate.exchange import (
-    ONE_STEP,
-    Copies,
-    Counts,
-    Exchange,
-    Slot,
-    TwoSteps,
-    kind_of,
-)
+from flashmoe_megatron.separate.exchange import Counts, Exchange, Slot, make_exchange
 from flashmoe_megatron.separate.hooks import UNHEARD, Call, Hooks, of_part
 from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
 from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
@@ -65,8 +57,7 @@ class _Saved:
     Attributes:
         routes: The routes.
         all_counts: ``[source][expert]`` of the group, if the exchange needs them.
-        num_tokens: Tokens of this rank.
-        num_columns: Columns of the probabilities.
+        probs_shape: The probabilities', and so their gradient's.
         rows: ``[rows, hidden]``, if they are kept.
         x: The tokens, if their rows are not.
         row_probs: ``[rows]``, their routing weights.
@@ -77,8 +68,7 @@ class _Saved:
 
     routes: Routes
     all_counts: Table | None
-    num_tokens: int
-    num_columns: int
+    probs_shape: torch.Size  # a plain tuple would be searched for tensors
     rows: torch.Tensor | None
     x: torch.Tensor | None
     row_probs: torch.Tensor
@@ -265,10 +255,9 @@ class SeparateBackend(Backend):
         if not training:
             return out, None
         assert preact is not None
-        kept = None if keeps_rows else x
-        num_columns = probs.shape[1]
+        kept, shape = None if keeps_rows else x, probs.shape
         return out, _Saved(
-            routes, all_counts, len(x), num_columns, rows, kept, row_probs, preact, layer, placement
+            routes, all_counts, shape, rows, kept, row_probs, preact, layer, placement
         )
 
     def _needs_no_counts(
@@ -322,8 +311,7 @@ class SeparateBackend(Backend):
         return out, _Saved(
             routes,
             None,
-            len(x),
-            probs.shape[1],
+            probs.shape,
             rows[:num] if keeps_rows else None,
             None if keeps_rows else x,
             found.row_probs[:num],
@@ -354,7 +342,7 @@ class SeparateBackend(Backend):
         self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
-        check_grad_out(config, grad_out, saved.num_tokens)
+        check_grad_out(config, grad_out, saved.probs_shape[0])
         written, is_void = self._writable(weights, grads)
         laps = self._records.begin(grad_out.device)
         self._exchange.restart()
@@ -441,7 +429,7 @@ class SeparateBackend(Backend):
         laps.lap("weights")
         grad_x = steps.sum_routes(returned(back, room), cut.place)
         grad_x = self.hooks.run("after", "combine", grad_x, Call.of("backward", saved.layer))
-        grad_probs = saved.row_probs.new_zeros(saved.num_tokens, saved.num_columns)
+        grad_probs = saved.row_probs.new_zeros(saved.probs_shape)
         grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.wait().to(grad_probs.dtype))
         laps.lap("combine")
         self._records.end(
@@ -449,7 +437,7 @@ class SeparateBackend(Backend):
             routes,
             saved.layer,
             "backward",
-            num_tokens=saved.num_tokens,
+            num_tokens=len(grad_out),
             placement=saved.placement,
             replica_bytes=moved,
         )
@@ -610,7 +598,7 @@ class ScheduledBackend(SeparateBackend):
         ranks, traffic, tensor = ranks_of(config, group), TrafficCounters(), None
         if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:
             tensor = TensorGroup(tensor_group, traffic, device)
-        exchange = _make_exchange(options, ranks, grid, traffic, device, is_cut=tensor is not None)
+        exchange = make_exchange(options, ranks, grid, traffic, device, is_cut=tensor is not None)
         super().__init__(
             config,
             ranks,
@@ -621,36 +609,6 @@ class ScheduledBackend(SeparateBackend):
             degrees=degrees,
             tensor=tensor,
         )
-
-
-def _make_exchange(
-    options: BackendOptions,
-    ranks: Ranks,
-    grid: HostGrid | None,
-    traffic: TrafficCounters,
-    device: torch.device,
-    *,
-    is_cut: bool,
-) -> Exchange:
-    """Returns the exchange that carries the rows.
-
-    Raises:
-        ConfigError: The exchange that is asked for needs several hosts of several ranks, GPUs of
-            one host, or whole experts.
-        FlashMoEError: The GPUs cannot write into each other's memory.
-    """
-    kind = kind_of(options.exchange, grid, device)
-    if kind == "copies" and is_cut:
-        raise ConfigError(
-            "exchange='copies' where several ranks share each expert, of which some would not hear "
-            "that the others' copies have failed: wanted another exchange"
-        )
-    if kind == "copies" and ranks.num_ranks > 1:
-        return Copies(ranks, traffic, device, options.timeout)
-    if kind in ONE_STEP or ranks.group is None or grid is None:
-        return Exchange(ranks, traffic, device)
-    groups = host_groups(ranks.group, grid, timeout=options.timeout)
-    return TwoSteps(ranks, grid, groups, traffic, device)
 
 
 def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Tensor]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.grid import HostGrid, HostGroups
+from flashmoe_megatron.hosts.grid import HostGrid, HostGroups, host_groups
 from flashmoe_megatron.multipath.arena import Arena, Region
 from flashmoe_megatron.multipath.gpu_queues import GpuQueues
-from flashmoe_megatron.options import ExchangeKind
+from flashmoe_megatron.options import BackendOptions, ExchangeKind
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.streams import Lane, Mark, current_stream, index_of, mark, wait
 
@@ -375,3 +375,33 @@ def _pieces(rows: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> t
     """Pieces of rows in another order."""
     pieces = torch.split(rows, list(sizes))
     return torch.cat([pieces[i] for i in order])
+
+
+def make_exchange(
+    options: BackendOptions,
+    ranks: Ranks,
+    grid: HostGrid | None,
+    traffic: TrafficCounters,
+    device: torch.device,
+    *,
+    is_cut: bool,
+) -> Exchange:
+    """Returns the exchange that carries the rows.
+
+    Raises:
+        ConfigError: The exchange that is asked for needs several hosts of several ranks, GPUs of
+            one host, or whole experts.
+        FlashMoEError: The GPUs cannot write into each other's memory.
+    """
+    kind = kind_of(options.exchange, grid, device)
+    if kind == "copies" and is_cut:
+        raise ConfigError(
+            "exchange='copies' where several ranks share each expert, of which some would not hear "
+            "that the others' copies have failed: wanted another exchange"
+        )
+    if kind == "copies" and ranks.num_ranks > 1:
+        return Copies(ranks, traffic, device, options.timeout)
+    if kind in ONE_STEP or ranks.group is None or grid is None:
+        return Exchange(ranks, traffic, device)
+    groups = host_groups(ranks.group, grid, timeout=options.timeout)
+    return TwoSteps(ranks, grid, groups, traffic, device)

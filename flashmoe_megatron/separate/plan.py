@@ -8,6 +8,7 @@ indices are made.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,28 +59,14 @@ class Sorted:
         first_source: int = 0,
     ) -> "Routes":
         """The routes, once their numbers are known; the arguments are :class:`Routes`'s."""
-        num_routes = sum(map(sum, host_sent))
-        return Routes(
-            token_idx=self.token_idx[:num_routes],
-            flat_idx=self.flat_idx[:num_routes],
-            place=self.place,
-            host_sent=host_sent,
-            host_received=host_received,
-            received=received,
-            ends=self.ends,
-            first_source=first_source,
-        )
+        num = sum(map(sum, host_sent))
+        token_idx, flat_idx = self.token_idx[:num], self.flat_idx[:num]
+        numbers = (host_sent, host_received, received, self.ends, first_source)
+        return Routes(token_idx, flat_idx, self.place, *numbers)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The routes of one rank's tokens in the order of their travel: by part, then expert.
-
-    Attributes:
-        token_idx: The token of each route, as long as what it was made from.
-        place: ``[tokens, choices]`` int64, each token's routes by ascending expert; not below the
-            number of routes where there is none.
-    """
+class Cut(NamedTuple):
+    """The routes of :class:`Sorted` in the order of their travel: by part, then expert."""
 
     token_idx: torch.Tensor
     place: torch.Tensor
@@ -92,15 +79,14 @@ class Routes:
     Received rows have one order at every degree, that of experts, then ranks, then tokens.
 
     Attributes:
-        token_idx: ``[num_routes]`` int64, the token of each route, by expert and then token.
-        flat_idx: ``[num_routes]`` int64, where its probability is among all of the tokens'.
-        place: ``[num_tokens, choices]`` int64, each token's routes by ascending expert;
-            ``num_tokens * choices`` where there is none.
+        token_idx: As in :class:`Sorted`, of the routes alone.
+        flat_idx: Likewise.
+        place: As in :class:`Sorted`.
         host_sent: ``[num_ranks][num_local_experts]``, this rank's routes to each expert.
         host_received: ``[sources][num_local_experts]``, each source's to this rank's experts: of
             the ranks, and where several share experts, of the ranks of all of these.
         received: The same on the device.
-        ends: ``[num_experts]`` int32, where each expert's routes end.
+        ends: As in :class:`Sorted`.
         first_source: The first of the sources that send to this rank itself.
         cuts: These routes in the order in which they travel, by the number of parts.
     """

@@ -32,12 +32,7 @@ class Laps:
     """Moments of one call, on the device or, on a processor, on the host."""
 
     def __init__(self, device: torch.device, names: frozenset[str]) -> None:
-        """Begins a call.
-
-        Args:
-            device: Where it runs.
-            names: Which moments are kept.
-        """
+        """Begins a call on a device, and keeps its moments of these names."""
         self._device, self._names = device, names
         self.moments: list[tuple[str, Stamp]] = []
         self.begin_ns = time.monotonic_ns()

@@ -124,15 +124,15 @@ def with_replicas(
     """
     own = list(zip(*(getattr(weights, kind) for kind in _kinds(weights)), strict=True))
     local = placement.num_local_experts
-    sent = _Parcels(len(placement.hosts))
+    sent: list[Values] = [[] for _ in placement.hosts]
     for host, _, expert in placement.replicas_of(exchange.rank):
-        sent.put(host, own[expert % local])
+        sent[host] += own[expert % local]
     held = placement.hosts[exchange.rank]
     sizes = [0] * len(placement.hosts)
     size = sum(tensor.numel() for tensor in own[0])
     for expert in held:
         sizes[expert // local] += size
-    received = sent.swap(exchange, sizes, own[0][0])
+    received = _swap(exchange, sent, sizes, own[0][0])
     # They come by owner, and of one owner in the order of the slots.
     order = sorted(range(len(held)), key=lambda slot: held[slot] // local)
     found = {slot: list(_cut(received[place * size :], own[0])) for place, slot in enumerate(order)}
@@ -157,15 +157,15 @@ def add_replica_grads(
         The bytes that have come.
     """
     local = placement.num_local_experts
-    sent = _Parcels(len(placement.hosts))
+    sent: list[Values] = [[] for _ in placement.hosts]
     for slot, expert in enumerate(placement.hosts[exchange.rank], local):
-        sent.put(expert // local, [value[slot] for value in values])
+        sent[expert // local] += (value[slot] for value in values)
     replicas = placement.replicas_of(exchange.rank)
     size = sum(value[0].numel() for value in values)
     sizes = [0] * len(placement.hosts)
     for host, _, _ in replicas:
         sizes[host] += size
-    received = sent.swap(exchange, sizes, values[0])
+    received = _swap(exchange, sent, sizes, values[0])
     for place, (_, _, expert) in enumerate(replicas):
         totals = [value[expert % local] for value in values]
         for total, value in zip(totals, _cut(received[place * size :], totals), strict=True):
@@ -185,20 +185,11 @@ def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Ten
         first += tensor.numel()
 
 
-class _Parcels:
-    """The values that one rank sends to each of the others."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._of_rank: list[Values] = [[] for _ in range(num_ranks)]
-
-    def put(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._of_rank[rank] += (tensor.reshape(-1) for tensor in tensors)
-
-    def swap(
-        self, exchange: Exchange, recv_counts: Sequence[int], like: torch.Tensor
-    ) -> torch.Tensor:
-        """Sends all; returns what comes, by rank."""
-        flat = [tensor for tensors in self._of_rank for tensor in tensors]
-        send = torch.cat(flat) if flat else like.new_empty(0)
-        counts = [sum(tensor.numel() for tensor in tensors) for tensors in self._of_rank]
-        return exchange.swap(send, counts, recv_counts)
+def _swap(
+    exchange: Exchange, sent: Sequence[Values], recv_counts: Sequence[int], like: torch.Tensor
+) -> torch.Tensor:
+    """Sends each rank its values; returns the received ones, by rank, in a flat tensor."""
+    flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
+    send = torch.cat(flat) if flat else like.new_empty(0)
+    counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    return exchange.swap(send, counts, recv_counts)

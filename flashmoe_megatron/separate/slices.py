@@ -30,21 +30,6 @@ PARTS = (1, 1 / 2, 1 / 8, 1 / 32, 1 / 128)
 MOST_MOVES = 256
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A reduction that has not been started.
-
-    Attributes:
-        num_bytes: What it reduces.
-        start: Starts it on the current stream.
-        ready: When its gradients are complete.
-    """
-
-    num_bytes: int
-    start: Callable[[], None]
-    ready: streams.Mark
-
-
 class GradientSlices:
     """Pieces of the gradients' reduction, first come first served.
 
@@ -58,7 +43,7 @@ class GradientSlices:
         self.in_gap: dict[int, float] = {}
         self.beside: dict[int, float] = {}
         self._device = device
-        self._queue: deque[_Piece] = deque()
+        self._queue: deque[tuple[int, Callable[[], None], streams.Mark]] = deque()
         self._room = 0.0
 
     def plan(self, in_gap: Mapping[int, float], beside: Mapping[int, float]) -> None:
@@ -73,7 +58,7 @@ class GradientSlices:
             num_bytes: What it reduces.
             start: Starts it on the current stream.
         """
-        self._queue.append(_Piece(num_bytes, start, streams.mark(self._device)))
+        self._queue.append((num_bytes, start, streams.mark(self._device)))
         self._start_what_fits(None)
 
     def take(self, layer: int, lane: streams.Lane) -> None:
@@ -99,15 +84,15 @@ class GradientSlices:
 
     def _start_what_fits(self, lane: streams.Lane | None) -> None:
         """Pieces are not of one size: one goes where it fits at least by half, or waits on."""
-        while self._queue and self._queue[0].num_bytes <= 2 * self._room:
-            piece = self._queue.popleft()
-            self._room -= piece.num_bytes
+        while self._queue and self._queue[0][0] <= 2 * self._room:
+            num_bytes, start, ready = self._queue.popleft()
+            self._room -= num_bytes
             if lane is None:
-                streams.wait(self._device, piece.ready)
-                piece.start()
+                streams.wait(self._device, ready)
+                start()
                 continue
-            with lane.after(piece.ready):
-                piece.start()
+            with lane.after(ready):
+                start()
         if lane is not None and not self._queue:
             self._room = 0.0  # a gap is over with its layer
 
@@ -167,14 +152,6 @@ def fill_gaps(windows: Sequence[Window], line: Line) -> list[float]:
         filled.append(_free_bytes(window, left, line))
         left -= filled[-1]
     return filled
-
-
-def added_time(windows: Sequence[Window], slices: Sequence[float], line: Line) -> float:
-    """Seconds that the reduction makes a backward longer, with so many bytes in each window."""
-    rest = sum(window.ready for window in windows) - sum(slices)
-    pairs = zip(windows, slices, strict=True)
-    inside = sum(window.cost_s(_reduction_s(size, line)) for window, size in pairs)
-    return inside + _reduction_s(rest, line)
 
 
 def _reduction_s(size: float, line: Line) -> float:

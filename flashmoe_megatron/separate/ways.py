@@ -151,13 +151,9 @@ class Ways:
     def __init__(
         self, exchange: Exchange, tensor: TensorGroup | None, num_ranks: int, *, travels: bool
     ) -> None:
-        """Binds them to the exchanges that carry rows.
+        """Binds them to the exchanges of the expert-parallel group and of ranks that share experts.
 
-        Args:
-            exchange: Carries rows in the expert-parallel group.
-            tensor: The ranks that share experts, if any do.
-            num_ranks: The expert-parallel group's.
-            travels: Whether there is any other rank.
+        ``num_ranks`` are in the former; nothing travels where there is no other rank at all.
         """
         self._exchange, self._tensor = exchange, tensor
         self._num_ranks, self._travels = num_ranks, travels

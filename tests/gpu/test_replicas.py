@@ -11,7 +11,7 @@ import torch
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import PeerTimeoutError
-from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, rows_of_ranks
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.replicas.policy import Policy, plan_replicas
 from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps, test_variants
@@ -20,6 +20,7 @@ from tests.gpu.layers import TOKENS, make_config, zipf
 from tests.gpu.test_choices import by_indices, spread
 from tests.gpu.test_split import apart, joined
 from tests.gpu.virtual import VirtualLayer, mispredicted
+from tests.replicas.cases import rows_of_ranks
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, rows_of_ranks
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, placement_of
 
 TOKENS = 4096
 
@@ -56,6 +56,23 @@ class Zipf:
             np.bincount(names[self._choices[tokens]].ravel(), minlength=self._num_experts).tolist()
             for tokens in drawn
         ]
+
+
+def home_placement(num_ranks: int, num_experts: int, spare_slots: int) -> Placement:
+    """Every expert at its owner's, and nothing in the spare slots."""
+    owners = [expert // (num_experts // num_ranks) for expert in range(num_experts)]
+    return placement_of([owners] * num_ranks, [()] * num_ranks, spare_slots)
+
+
+def rows_of_ranks(counts: Counts, placement: Placement) -> list[dict[int, int]]:
+    """Returns each rank's rows by slot under a placement, for slots that have any."""
+    rows: list[dict[int, int]] = [{} for _ in placement.hosts]
+    for routes, table in zip(counts, placement.slot_of, strict=True):
+        for count, slot in zip(routes, table, strict=True):
+            if count:
+                of_rank = rows[slot // placement.slots_per_rank]
+                of_rank[slot] = of_rank.get(slot, 0) + count
+    return rows
 
 
 def imbalance(counts: Counts, placement: Placement) -> tuple[float, float]:

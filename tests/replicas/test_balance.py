@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flashmoe_megatron.planner import least_rows_of
 from flashmoe_megatron.replicas.balance import PREFERENCES, balance
-from flashmoe_megatron.replicas.placement import home_placement, placement_of, rows_of_ranks
+from flashmoe_megatron.replicas.placement import placement_of
 from flashmoe_megatron.replicas.popular import popular
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases
@@ -49,8 +49,8 @@ def test_no_routing_gets_worse(data: st.DataObject):
     counts *= rng.random((num_ranks, num_experts)) < data.draw(st.sampled_from([0.1, 0.5, 1.0]))
     placement = balance(counts.tolist(), spare)
     placement.check(num_ranks, num_experts, spare)
-    ours = rows_of_ranks(counts.tolist(), placement)
-    home = rows_of_ranks(counts.tolist(), home_placement(num_ranks, num_experts, spare))
+    ours = cases.rows_of_ranks(counts.tolist(), placement)
+    home = cases.rows_of_ranks(counts.tolist(), cases.home_placement(num_ranks, num_experts, spare))
     for measure in (sum, cases.blocks_of):
         loads = [max(measure(rows.values()) for rows in ranks) for ranks in (ours, home)]
         assert loads[0] <= loads[1]
@@ -63,9 +63,9 @@ def test_no_routing_gets_worse(data: st.DataObject):
 def test_fewer_rows_are_not_bought_with_more_blocks():
     """Pieces of experts fill blocks in part, so that the busiest rank could get one more."""
     counts = [[191, 22, 101, 117, 21, 296, 124, 299], [197, 260, 52, 37, 62, 31, 152, 198]]
-    home = home_placement(2, 8, 1)
+    home = cases.home_placement(2, 8, 1)
     found, at_home = (
-        [cases.blocks_of(rows.values()) for rows in rows_of_ranks(counts, placement)]
+        [cases.blocks_of(rows.values()) for rows in cases.rows_of_ranks(counts, placement)]
         for placement in (balance(counts, 1), home)
     )
     assert max(found) <= max(at_home) == 11
@@ -100,7 +100,7 @@ def test_settled_hosts_are_kept_and_used():
     settled.check(4, 64, 2)
     # Also where nobody needs them.
     assert balance([[10] * 4] * 2, 1, ((3,), (0,))).hosts == ((3,), (0,))
-    home = cases.imbalance(counts, home_placement(4, 64, 2))
+    home = cases.imbalance(counts, cases.home_placement(4, 64, 2))
     assert cases.imbalance(counts, settled)[0] <= 1 + (home[0] - 1) / 4
 
 
@@ -111,14 +111,14 @@ def test_replicas_take_no_fewer_rows_than_asked_for(exponent: float):
         counts = cases.Zipf(64, 2, exponent, seed=seed).draw(8)
         least = least_rows_of(340e9)
         placement = balance(counts, 2, None, least)
-        rows = rows_of_ranks(counts, placement)
+        rows = cases.rows_of_ranks(counts, placement)
         for rank, hosted in enumerate(placement.hosts):
             first = rank * placement.slots_per_rank + 64 // 8
             assert all(rows[rank][first + i] >= least for i in range(len(hosted)))
         assert bool(any(placement.hosts)) == (exponent == 1.0)
         home, after = (
-            max(sum(one.values()) for one in rows_of_ranks(counts, each))
-            for each in (home_placement(8, 64, 2), placement)
+            max(sum(one.values()) for one in cases.rows_of_ranks(counts, each))
+            for each in (cases.home_placement(8, 64, 2), placement)
         )
         assert after <= home - least * (exponent == 1.0)
 
@@ -142,7 +142,7 @@ def test_stale_replicas_do_no_harm():
     """Replicas that were chosen for another routing, as a hot spot that rotates leaves them."""
     steps = [counts for name, counts in cases.workloads(8, 128, 8) if name.startswith("W6")]
     before, now = steps[0], steps[1]
-    home = cases.imbalance(now, home_placement(8, 128, 2))
+    home = cases.imbalance(now, cases.home_placement(8, 128, 2))
     stale = cases.imbalance(now, balance(now, 2, balance(before, 2).hosts))
     assert stale[0] <= home[0]
     assert stale[1] <= home[1]
@@ -365,7 +365,7 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
                 for i, expert in enumerate(row)
             ]
             for rank, (row, rows) in enumerate(
-                zip(want.hosts, rows_of_ranks(counts, want), strict=True)
+                zip(want.hosts, cases.rows_of_ranks(counts, want), strict=True)
             )
         ]
         assert got["hosts"] == [slot for row in used for slot in [*row, *[-1] * spare][:spare]]

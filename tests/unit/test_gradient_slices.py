@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -17,7 +17,6 @@ from flashmoe_megatron.separate.degree import Pass, Stage, time_of
 from flashmoe_megatron.separate.slices import (
     GradientSlices,
     Window,
-    added_time,
     beside_window,
     cut_gradients,
     fill_gaps,
@@ -25,6 +24,14 @@ from flashmoe_megatron.separate.slices import (
 )
 
 LINE = Line(alpha_s=20e-6, beta_s=1e-9, r_squared=1.0)
+
+
+def added_time(windows: Sequence[Window], slices: Sequence[float], line: Line) -> float:
+    """Seconds that the reduction makes a backward longer, with so many bytes in each window."""
+    rest = sum(window.ready for window in windows) - sum(slices)
+    pairs = zip(windows, slices, strict=True)
+    inside = sum(window.cost_s(line.time_s(size) if size > 0.5 else 0.0) for window, size in pairs)
+    return inside + (line.time_s(rest) if rest > 0.5 else 0.0)  # half a byte is none
 
 
 def bent(ready: float, gap_s: float, slopes: tuple[float, float], width_s: float) -> Window:

@@ -35,8 +35,8 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate import plan
 from flashmoe_megatron.separate.agreement import Agreement, Heard, ranks_of
-from flashmoe_megatron.separate.backend import ScheduledBackend, _make_exchange
-from flashmoe_megatron.separate.exchange import Exchange
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.separate.exchange import Exchange, make_exchange
 from flashmoe_megatron.separate.plan import latest_ends
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.separate.steps import PLAIN, stack_of, store
@@ -524,7 +524,7 @@ def test_copies_are_for_whole_experts_on_gpus_of_one_host() -> None:
         (HostGrid(1, 2, 0), gpu, True, "where several ranks share each expert"),
     ):
         with pytest.raises(ConfigError, match=words):
-            _make_exchange(options, Ranks(None), grid, TrafficCounters(), device, is_cut=is_cut)
+            make_exchange(options, Ranks(None), grid, TrafficCounters(), device, is_cut=is_cut)
 
 
 def call_alone(group: dist.ProcessGroup) -> str:

@@ -37,15 +37,11 @@ class MainGrads(Protocol):
     gives_dummies: bool
 
     def begin(self, accumulators: Sequence[Any] | None) -> list[bool] | None:
-        """Begins a backward of a layer, given the accumulators of the weights in their order.
+        """Begins a backward of a layer, given the weights' nodes that accumulate their gradients.
 
-        Args:
-            accumulators: Nodes of autograd, ``None`` for frozen weights; ``None`` where this pass
-                runs them all.
-
-        Returns:
-            Which weights' gradients are added to ``main_grad``; autograd gets the others. ``None``
-            where all are.
+        These are in the weights' order, ``None`` for frozen ones, or ``None`` where this pass runs
+        them all. Returns which weights' gradients are added to ``main_grad``, ``None`` where all
+        are; autograd gets the others.
         """
         ...
 

@@ -125,13 +125,10 @@ def _degrees() -> Rule:
 
 
 def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
-    """A field that is an option.
+    """A field that is an option; a default of ``None`` makes ``None`` a good value.
 
-    Args:
-        default: Its value where nothing is said; if that is ``None``, ``None`` is a good value.
-        rule: What other values it may have.
-        help: Ends in a full stop; for users of every framework.
-        unset: What happens by default, if that is ``None``.
+    ``help`` ends in a full stop and is for users of every framework; ``unset`` says what happens by
+    default if that is ``None``.
     """
     return field(default=default, metadata={"rule": rule, "help": help, "unset": unset})
 
@@ -340,26 +337,15 @@ def options_of(kind: type[BackendOptions]) -> list[Field[Any]]:
 
 
 def unset_option(kind: type[BackendOptions], name: str, unset: str) -> Any:
-    """An inherited option as a field that is ``None`` by default.
-
-    Args:
-        kind: Has the option.
-        name: The option's.
-        unset: What happens by default.
-    """
+    """An inherited option as a field that is ``None`` by default, as ``unset`` explains."""
     (inherited,) = (one for one in fields(kind) if one.name == name)
     return field(default=None, metadata={**inherited.metadata, "unset": unset})
 
 
 def wanted_instead(one: Field[Any], value: object) -> str | None:
-    """Returns what an option has to be where it cannot be ``value``.
+    """Returns what an option of :func:`options_of` has to be where it cannot be ``value``.
 
-    Args:
-        one: From :func:`options_of`.
-        value: Any.
-
-    Returns:
-        Words that begin with "wanted", ``None`` if the value will do.
+    The words begin with "wanted"; ``None`` if the value will do.
     """
     if value is None and one.default is None:
         return None
@@ -368,11 +354,7 @@ def wanted_instead(one: Field[Any], value: object) -> str | None:
 
 
 def make_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
-    """Options from names and values.
-
-    Args:
-        kind: The options.
-        given: Values by name; what is left out has its default.
+    """Options from names and values; what is left out has its default.
 
     Raises:
         ConfigError: A name is unknown, and the message has a similar name; or a value has no
@@ -391,13 +373,10 @@ def make_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
 def add_flags(
     parser: Any, kind: type[BackendOptions], prefix: str = "", names: Collection[str] | None = None
 ) -> None:
-    """Adds a flag for each option.
+    """Adds a flag for each option, or for those of some names.
 
-    Args:
-        parser: A parser of ``argparse``, or a group of one.
-        kind: The options.
-        prefix: Begins every flag, "flashmoe" for ``--flashmoe-keep``.
-        names: Which options get a flag; by default all.
+    The parser is one of ``argparse`` or a group of one; the prefix begins every flag, "flashmoe"
+    for ``--flashmoe-keep``.
     """
     for one in options_of(kind):
         if names is None or one.name in names:
@@ -442,11 +421,8 @@ def option_table(
 ) -> str:
     """A table of the options in Markdown, for a page.
 
-    Args:
-        kind: The options.
-        first: Heads the first column.
-        spell: How users write an option's name.
-        show: How they write a value.
+    ``first`` heads the first column; ``spell`` and ``show`` are how users write an option's name
+    and its value.
     """
     rows = [f"| {first} | default | meaning |", "| --- | --- | --- |"]
     for one in options_of(kind):

@@ -74,11 +74,7 @@ class Held:
 
 
 class _Attributes:
-    """Remembers what one object held.
-
-    Args:
-        is_whole: Look also into functions and other objects to call that it holds.
-    """
+    """Remembers what an object held; if that is whole, also what callables in it hold."""
 
     def __init__(
         self, own: Mapping[str, Any], ignored: frozenset[str], *, is_whole: bool = True

@@ -34,11 +34,7 @@ class WeightTables:
 
 
 class AddressTables:
-    """The tables of all layers that share a backend.
-
-    Args:
-        memory: Keeps tables that CUDA graphs have captured.
-    """
+    """The tables of all layers of a backend; ``memory`` keeps tables that graphs have captured."""
 
     def __init__(self, config: MoEConfig, memory: GroupMemory, device: torch.device) -> None:
         self._config = config

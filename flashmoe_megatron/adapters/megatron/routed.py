@@ -54,9 +54,6 @@ class RoutedExperts(LayerExperts):
 
     Making one is collective over the group.
 
-    Args:
-        tensor_group: The ranks that share each expert, as the scheduled backend lets them.
-
     Attributes:
         calibration: The settings' file, ``None`` without one or before the backend is made.
         pre_gates: Whether the layer's routing is found before its attention.

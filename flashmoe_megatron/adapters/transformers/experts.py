@@ -50,11 +50,7 @@ _WAY_OUT = (
 
 
 class RoutedExperts(IndexedExperts):
-    """Applies the routed experts of one module of transformers.
-
-    Args:
-        sizes: The shapes of the module's two stacks of matrices.
-    """
+    """Applies the experts of one module of transformers, whose two stacks have such ``sizes``."""
 
     WAYS_OUT_OF_DTYPE = (
         "load the model with dtype=torch.bfloat16, train it under autocast (bf16=True of the "

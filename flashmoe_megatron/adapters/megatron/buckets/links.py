@@ -39,9 +39,8 @@ cannot decide, since NCCL's sums have other bits, and a training would depend on
 def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function]:
     """Makes a bucket group's method move large buckets over all links.
 
-    Args:
-        module: ``megatron.core.distributed.param_and_grad_buffer``.
-        handle: The attribute of a bucket group that holds what Megatron waits for.
+    ``module`` is Megatron's of the groups, ``handle`` their attribute that holds what Megatron
+    waits for.
     """
 
     def make(original: Function) -> Function:

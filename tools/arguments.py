@@ -30,6 +30,15 @@ def run_command(run: Callable[[], int], *errors: type[Exception]) -> int:
         return 2
 
 
+def add_gated(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--gated``, which holds for shapes that are given by their sizes."""
+    parser.add_argument(
+        "--gated",
+        action="store_true",
+        help="shapes that are given by their sizes have SwiGLU, else GELU",
+    )
+
+
 def positive(text: str) -> float:
     """An argument that has to be a positive number."""
     value = float(text)

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.bench.problem import make_problem
-from flashmoe_megatron.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, Shape, shape_of
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
 from flashmoe_megatron.weights import WeightGrad
-from tools.arguments import not_negative, parser_of
+from tools.arguments import add_gated, not_negative, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log
 
@@ -155,11 +155,24 @@ def problems(
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), metavar="SHAPE")
+    add(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        metavar="SHAPE",
+        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
+        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, tokens of a rank",
+    )
+    add_gated(parser)
     add("--ranks", type=int, default=4, help="where there is no GPU")
     add("--tolerance", type=not_negative, default=256 * 2**10, help="bytes, for small tables")
     common.add_record_flags(parser, a_line="layer")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def main(arguments: list[str]) -> int:
@@ -175,7 +188,7 @@ def main(arguments: list[str]) -> int:
     num_ranks = common.join_group() if has_gpu else options.ranks
     try:
         plans = {
-            (name, keep): plan_memory(SHAPES[name].config(num_ranks), keep=keep)
+            (name, keep): plan_memory(options.shapes[name].config(num_ranks), keep=keep)
             for name, keep in itertools.product(options.shapes, KEEPS)
         }
     except ConfigError as error:
@@ -190,7 +203,7 @@ def main(arguments: list[str]) -> int:
     wrong = []
     print_titles(num_ranks)
     for (name, keep), planned in plans.items():
-        shape, plan, found = SHAPES[name], planned, {}
+        shape, plan, found = options.shapes[name], planned, {}
         if has_gpu:
             plan, found = measure(shape, num_ranks, keep)
             gc.collect()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_megatron import planner
-from flashmoe_megatron.bench.shapes import SHAPES
+from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel.memory import MemoryPlan, check_slots_fit, plan_memory
@@ -139,6 +139,22 @@ def test_table(num_ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(SHAPES) <= set(rows)
     plan = plan_memory(SHAPES["mixtral-8x7b"].config(num_ranks))
     assert f"| {plan.symmetric / MIB:.1f} |" in rows["mixtral-8x7b"]
+
+
+def test_a_layer_of_your_own(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for gated in (False, True):
+        arguments = ["--ranks", "2", "--shapes", "64x128x256x8x2", *["--gated"] * gated]
+        assert memory_table.main(arguments) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 64x")]
+        assert len(rows) == 3
+        found[gated] = rows
+        plan = plan_memory(Shape(64, 128, 256, 8, 2, gated=gated).config(2), keep="all")
+        assert f"| {plan.kept / MIB:.1f} |" in rows[0]
+    assert found[False] != found[True]
+    with pytest.raises(SystemExit, match="2"):
+        memory_table.main(["--shapes", "64x128x256x8"])
+    assert "shape 64x128x256x8: wanted TOKENSx" in capsys.readouterr().err
 
 
 def test_table_finds_what_is_not_as_planned() -> None:

@@ -499,6 +499,22 @@ def test_all_domains_and_runs_are_drawn(tmp_path: Path, monkeypatch):
     ]
 
 
+def test_predictions_of_a_layer_of_your_own(tmp_path: Path, capsys):
+    arguments = ["predict", "--out", str(tmp_path), "--shape", "1024x2048x768x60x4"]
+    times = []
+    for gated in ([], ["--gated"]):
+        assert command.main([*arguments, *gated]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        rows = [line.strip("| ").split(" | ") for line in lines[2:]]
+        # 60 experts, or as many as the GPUs can share.
+        experts = {int(row[0]): int(row[2]) for row in rows}
+        assert (experts[1], experts[4], experts[8], experts[4096]) == (60, 60, 64, 4096)
+        times.append(float(rows[0][3]))
+    assert times[1] > 1.1 * times[0]
+    assert command.main([*arguments[:-1], "1024x2048x768x60"]) == 2
+    assert "shape 1024x2048x768x60: wanted TOKENSx" in capsys.readouterr().err
+
+
 def test_predictions_as_table_and_figures(tmp_path: Path, capsys):
     arguments = ["predict", "--out", str(tmp_path), "--domains", "8", "72", "--nic-gbps", "50"]
     assert command.main(arguments) == 0

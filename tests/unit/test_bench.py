@@ -116,6 +116,14 @@ def test_a_shape_is_named_or_described():
             shape_of(name)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_described_shape_has_the_gate_that_is_asked_for(gated: bool):
+    options = bench_layer.parse(["--shapes", "40x64x64x8x2", "mixtral-8x7b", *["--gated"] * gated])
+    described, named = options.shapes.values()
+    assert described == Shape(40, 64, 64, 8, 2, gated=gated)
+    assert named == SHAPES["mixtral-8x7b"]
+
+
 SMALL = Shape(40, 64, 64, 8, 2, gated=True)
 
 

@@ -54,7 +54,7 @@ from flashmoe_megatron.bench.unfused import dispatch, experts
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.layer import RouterOutput, moe_router_forward
 from flashmoe_megatron.telemetry.record import Direction
-from tools.arguments import exponent, not_negative, parser_of, row_bound, share
+from tools.arguments import add_gated, exponent, not_negative, parser_of, row_bound, share
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.gate import pass_gate
@@ -273,8 +273,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default=list(SHAPES),
         metavar="SHAPE",
         help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
-        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, with GELU",
+        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK",
     )
+    add_gated(parser)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16"])
     parser.add_argument("--iterations", type=count, default=20)
     parser.add_argument("--warmup", type=not_negative, default=3)
@@ -336,7 +337,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     common.add_record_flags(parser, a_line="measurement")
     options = parser.parse_args(arguments)
     try:
-        options.shapes = {name: shape_of(name) for name in options.shapes}
+        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
     except ValueError as error:
         parser.error(str(error))
     return options

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from examples.arguments import count
-from flashmoe_megatron.bench.shapes import SHAPES
+from flashmoe_megatron.bench.shapes import ALL_SHAPES, shape_of
 from tools import simulate
-from tools.arguments import parser_of, positive, run_command
+from tools.arguments import add_gated, parser_of, positive, run_command
 from tools.bench.common import ROOT
 from tools.simulate import figures as figures_file
 from tools.simulate.figures import FigureError, Figures, Fitted
@@ -38,7 +38,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     predicting.add_argument("--domains", type=count, nargs="+", default=[8, 72])
     predicting.add_argument("--nic-gbps", type=positive, default=50.0, help="GB/s of one GPU's NIC")
-    predicting.add_argument("--shape", choices=list(SHAPES), default="paper-8k")
+    predicting.add_argument(
+        "--shape",
+        default="paper-8k",
+        help=f"from {', '.join(ALL_SHAPES)}, or TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK",
+    )
+    add_gated(predicting)
     predicting.add_argument("--backward", action="store_true", help="the backward's launch")
     return parser.parse_args(arguments)
 
@@ -103,7 +108,7 @@ def run_predict(options: argparse.Namespace) -> int:
     from tools.simulate import predict
 
     figures, fitted = load_fitted()
-    shape = SHAPES[options.shape]
+    shape = shape_of(options.shape, gated=options.gated)
     by_domain = {
         domain: predict.weak_scaling(
             shape, domain, options.nic_gbps, figures, fitted, backward=options.backward

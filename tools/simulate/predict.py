@@ -20,7 +20,6 @@ from tools.simulate.measured import Measurement
 from tools.simulate.model import Times, simulate
 from tools.simulate.routing import maximal_incast_volume
 
-FEWEST_EXPERTS = 64
 COUNTS = tuple(2**power for power in range(13))
 """1 to 4096 GPUs."""
 MEGABYTE = 1e6
@@ -33,7 +32,7 @@ class Prediction:
     Attributes:
         num_gpus: Size of the expert-parallel group.
         domain: GPUs that NVLink joins.
-        num_experts: 64, or one per GPU if there are more GPUs.
+        num_experts: The layer's, or the next multiple of the GPUs.
         times: Simulated.
         overlap_efficiency: T(2) / T(N).
         incast_bytes: Maximal incast volume of one NIC.
@@ -60,7 +59,7 @@ def weak_scaling(
     """Predicts one layer at equal tokens per GPU.
 
     Args:
-        shape: The layer; its number of experts is replaced by the count's.
+        shape: The layer. Its experts are rounded up to a multiple of each count.
         domain: GPUs of an NVLink domain.
         nic_gbps: Rate of one GPU's NIC, GB/s.
         figures: What GPUs and links do.
@@ -201,11 +200,11 @@ def draw_predictions(
         figure.suptitle(
             f"Weak scaling, {shape.tokens} tokens per GPU, H={shape.hidden}, "
             f"F={shape.intermediate}, top-{shape.topk}, "
-            f"max({FEWEST_EXPERTS}, GPUs) experts\nNIC of {nic_gbps:g} GB/s per GPU between NVLink "
-            "domains; more than 8 GPUs are a prediction"
+            f"{shape.num_experts} experts or a multiple of the GPUs\nNIC of {nic_gbps:g} GB/s per "
+            "GPU between NVLink domains; more than 8 GPUs are a prediction"
         )
         return save(figure, path)
 
 
 def _shape_on(shape: Shape, num_gpus: int) -> Shape:
-    return replace(shape, num_experts=max(FEWEST_EXPERTS, num_gpus))
+    return replace(shape, num_experts=-(-shape.num_experts // num_gpus) * num_gpus)

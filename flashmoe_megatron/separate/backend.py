@@ -199,7 +199,9 @@ class SeparateBackend(Backend):
         self.unfollowed = self._agreement.unfollowed
         routes.cuts[degree] = cut
         self._count_pads(routes)
-        weights, moved = self._of_slots(weights, placement)
+        moved = 0
+        if placement is not None:
+            weights, moved = with_replicas(self._exchange, weights.per_expert(), placement)
         laps.lap("plan")
         sizes, counts, whole_size, total = self._sizes(routes, all_counts, degree)
         num_routes = len(routes.token_idx)
@@ -235,9 +237,9 @@ class SeparateBackend(Backend):
             laps.lap("products")
             back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
             if training:
-                preact = steps.add_part(preact, pre, part, routes.num_rows)
+                preact = steps.add_part(preact, pre, part, len(row_probs))
             if keeps_rows:
-                rows = steps.add_part(rows, mine, part, routes.num_rows)
+                rows = steps.add_part(rows, mine, part, len(row_probs))
         laps.lap("parts")
         out = steps.sum_routes(returned(back, room), cut.place)
         if has_hooks:
@@ -370,12 +372,15 @@ class SeparateBackend(Backend):
         parts, whole = routes.parts(degree, steps.index_rows)
         if self.slices is not None:
             self.slices.take(read_launch_number(saved.layer).layer, self._exchange.lane)
-        weights, moved = self._of_slots(weights, saved.placement)
+        moved = 0
+        if saved.placement is not None:
+            weights, moved = with_replicas(self._exchange, weights.per_expert(), saved.placement)
         fc1_t, fc2_t = map(turned, steps.matrices(weights))
         _, biases2 = _biases(weights)
         laps.lap("dispatch")
         wide = accumulation_dtype(grad_out.dtype)
         grad_y = grad_pre = weighted = grad_row_probs = None
+        num_rows = len(saved.row_probs)
         room = self._ways.room(counts, grad_out)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
@@ -393,10 +398,10 @@ class SeparateBackend(Backend):
             grad_rows = steps.product(pre_part, fc1_t, part.ends, part.counts)
             laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
-            grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, routes.num_rows)
-            grad_y = steps.add_part(grad_y, mine, part, routes.num_rows)
-            grad_pre = steps.add_part(grad_pre, pre_part, part, routes.num_rows)
-            weighted = steps.add_part(weighted, weighted_part, part, routes.num_rows)
+            grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, num_rows)
+            grad_y = steps.add_part(grad_y, mine, part, num_rows)
+            grad_pre = steps.add_part(grad_pre, pre_part, part, num_rows)
+            weighted = steps.add_part(weighted, weighted_part, part, num_rows)
         assert grad_y is not None
         assert grad_pre is not None
         assert weighted is not None
@@ -454,14 +459,6 @@ class SeparateBackend(Backend):
 
     def _count_pads(self, routes: Routes) -> None:
         """Counts no pad rows, since there are none."""
-
-    def _of_slots(
-        self, weights: ExpertWeights, placement: Placement | None
-    ) -> tuple[ExpertWeights, int]:
-        """The weights of all slots that hold an expert, and the bytes that came for them."""
-        if placement is None:
-            return weights, 0
-        return with_replicas(self._exchange, weights.per_expert(), placement)
 
     def _add_with_replicas(
         self,

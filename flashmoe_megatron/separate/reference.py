@@ -95,5 +95,6 @@ class ReferenceBackend(SeparateBackend):
 
     def _count_pads(self, routes: Routes) -> None:
         """Counts the rows that fill up each expert's last block."""
+        traffic = self._exchange.traffic
         for count in rows_of_experts(routes.host_received):
-            self.traffic.pad_rows_local += -count % TILE_M
+            traffic.pad_rows_local += -count % TILE_M

@@ -5,6 +5,7 @@ A route's bits do not depend on which others are computed with it, as they do no
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -280,17 +281,18 @@ class Steps:
         """Computes products in ``dtype`` expert by expert."""
         rows, sizes, pads = self._aligned(rows.to(dtype), counts)
         out = rows.new_empty(len(rows), of_experts[0].shape[1])
-        parts = zip(split(out, sizes), split(rows, sizes), of_experts, strict=True)
+        pieces = out.split_with_sizes(sizes), rows.split_with_sizes(sizes)
+        parts = zip(*pieces, of_experts, strict=True)
         for one, part, matrix in parts:
             torch.mm(part, matrix if matrix.dtype == dtype else matrix.to(dtype), out=one)
         if not pads:
             return out
-        pairs = zip(counts, pads, strict=True)
-        return torch.cat(split(out, [*itertools.chain.from_iterable(pairs)])[::2])
+        each = [*itertools.chain.from_iterable(zip(counts, pads, strict=True))]
+        return torch.cat(out.split_with_sizes(each)[::2])
 
     def _aligned(
         self, rows: torch.Tensor, counts: Sequence[int]
-    ) -> tuple[torch.Tensor, Sequence[int], list[int]]:
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
         """Adds rows of zeros to those of each expert up to a multiple of :attr:`alike`.
 
         Returns:
@@ -298,11 +300,15 @@ class Steps:
         """
         pads = [-count % self.alike for count in counts]
         if not any(pads):
-            return rows, counts, []
+            return rows, list(counts), []
         zeros = rows.new_zeros(sum(pads), rows.shape[1])
-        pairs = zip(split(rows, counts), split(zeros, pads), strict=True)
-        sizes = [count + pad for count, pad in zip(counts, pads, strict=True)]
-        return torch.cat([*itertools.chain.from_iterable(pairs)]), sizes, pads
+        pieces = rows.split_with_sizes(list(counts)), zeros.split_with_sizes(pads)
+        pairs = zip(*pieces, strict=True)
+        return (
+            torch.cat([*itertools.chain.from_iterable(pairs)]),
+            [*map(operator.add, counts, pads)],
+            pads,
+        )
 
 
 PLAIN = Steps()

@@ -135,10 +135,7 @@ class Calibration:
     ) -> float | None:
         """Returns T(2) of a layer, ``None`` if the file has none.
 
-        Args:
-            config: The layer's shape, on any number of ranks.
-            direction: "forward" or "backward".
-            num_tokens: Mean tokens of one rank and launch; within 1 % of the measured ones.
+        ``num_tokens`` is the mean of one rank and launch, within 1 % of the measured ones.
         """
         wanted = {**_shape_of(config), "direction": direction}
         for entry in self._entries:

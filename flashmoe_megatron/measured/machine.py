@@ -130,14 +130,8 @@ def measure(
 ) -> Fit:
     """Fits this machine. Collective over the group.
 
-    Args:
-        group: The expert-parallel group, ``None`` for one rank.
-        grid: The hosts of its ranks.
-        device: The device of this rank.
-        dtype: The dtype of rows.
-        sizes: The largest sizes.
-        exchange: How rows travel; all but "copies" are composed of NCCL's times.
-        timeout: Seconds that an exchange waits for a rank.
+    All exchanges but "copies" are composed of NCCL's times. An exchange waits ``timeout`` seconds
+    for a rank.
 
     Raises:
         ConfigError: Rows cannot travel so here.

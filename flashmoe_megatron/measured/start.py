@@ -55,13 +55,7 @@ def check_sizes(options: argparse.Namespace, *names: str) -> None:
 
 
 def layer_of(options: argparse.Namespace, num_ranks: int, **form: Any) -> MoEConfig:
-    """Returns the shape of a layer whose sizes the command line has.
-
-    Args:
-        options: The command line.
-        num_ranks: The ranks of the layer.
-        **form: What its experts compute.
-    """
+    """Returns a layer of the command line's sizes, whose experts compute what ``form`` says."""
     return MoEConfig(
         hidden=options.hidden,
         intermediate=options.intermediate,

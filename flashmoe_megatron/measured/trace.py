@@ -56,12 +56,7 @@ def trace(
 ) -> dict[Direction, list[Stamped]]:
     """Runs a layer with random tokens and returns the work of each stream. Collective.
 
-    Args:
-        backend: The layer's, which keeps all and whose experts no ranks share.
-        group: Its ranks.
-        num_tokens: Tokens of this rank.
-        dtype: The dtype of tokens.
-        device: The device of this rank.
+    The backend keeps all, and no ranks share its experts.
     """
     layer = RandomLayer(backend, num_tokens, dtype, device)
     found: dict[Direction, list[Stamped]] = {}

@@ -129,12 +129,8 @@ def measure(
 ) -> list[Entry]:
     """Times a layer's launches, forward and backward. Collective over the world of 2 ranks.
 
-    Args:
-        layer: On 2 ranks.
-        num_tokens: Tokens of each rank.
-        iterations: Forwards with their backwards that are averaged.
-        bounded: Whether the layer was given a ``row_bound``.
-        grads: Where weight gradients go; for "main_grad" the layer's parameters get one.
+    Each rank has ``num_tokens``. The mean is over ``iterations`` forwards with their backwards.
+    With ``grads`` "main_grad" the layer's parameters get one.
 
     Returns:
         One entry for each direction, the same on both ranks.

@@ -94,12 +94,10 @@ class Placement(NamedTuple):
 def placement_of(
     rank_of: Sequence[Sequence[int]], hosts: Sequence[Sequence[int]], spare_slots: int
 ) -> Placement:
-    """A placement from ranks instead of slots.
+    """Returns a placement from ranks instead of slots.
 
-    Args:
-        rank_of: ``[source rank][expert]``, the rank that computes an expert for a source's tokens.
-        hosts: The experts in each rank's spare slots.
-        spare_slots: Spare slots of each rank.
+    ``rank_of`` has ``[source rank][expert]``, the rank that computes an expert for a source's
+    tokens, and ``hosts`` the experts in each rank's spare slots.
     """
     local = len(rank_of[0]) // len(hosts)
     slots_per_rank = local + spare_slots

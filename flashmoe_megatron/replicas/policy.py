@@ -30,13 +30,8 @@ def plan_replicas(
 ) -> Placement:
     """Plans where a launch computes each expert; the same on every rank that has the same counts.
 
-    Args:
-        policy: What for.
-        counts: ``[rank][expert]`` routes.
-        spare_slots: Spare slots of each rank.
-        hosts: The experts in each rank's spare slots, if these are settled.
-        least_rows: A replica takes at least so many, under ``balance``; see
-            :func:`flashmoe_megatron.planner.least_rows_of`.
+    ``hosts`` are the experts in each rank's spare slots, if these are settled. Under ``balance`` a
+    replica takes at least ``least_rows``; see :func:`flashmoe_megatron.planner.least_rows_of`.
     """
     if policy == "balance":
         return balance(counts, spare_slots, hosts, least_rows)
@@ -45,11 +40,6 @@ def plan_replicas(
 
 def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:
     """Refuses spare slots that a layer cannot have; slots that stay empty do no harm.
-
-    Args:
-        config: The layer's shape.
-        spare_slots: Spare slots of each rank.
-        placement: When replicas are planned.
 
     Raises:
         ConfigError: There are more slots than a rank has experts, or lookahead has no slot to fill.

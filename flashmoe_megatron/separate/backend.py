@@ -107,17 +107,9 @@ class SeparateBackend(Backend):
     ) -> None:
         """Puts a layer together.
 
-        Args:
-            config: The layer's shape.
-            ranks: The ranks of the expert-parallel group.
-            exchange: Carries rows between them.
-            options: How the layer runs.
-            device: Where tokens will be.
-            moments: Which moments of calls records have, or none.
-            degrees: Parts in forward and in backward.
-            tensor: The ranks that share each expert, if any do.
-            replicas: The spare slots, if there are any.
-            takes_split: As the base class has it.
+        Rows travel between ``ranks`` by ``exchange``, and between the ranks of ``tensor`` if they
+        share each expert. Tokens will be on ``device``. Records have these ``moments`` of calls, or
+        there are none. There are as many parts in forward and in backward as ``degrees`` say.
         """
         keep = choose_keep(options.keep, config)
         super().__init__(config, keep=keep, rank=ranks.rank, takes_split=takes_split)

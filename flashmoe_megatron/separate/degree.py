@@ -237,16 +237,10 @@ def choose_degrees(
     dtype: torch.dtype | None,
     is_cut: bool = False,
 ) -> tuple[int, int]:
-    """Parts in forward and backward, as the options say. Collective over the group.
+    """Returns parts in forward and backward, as the options say. Collective over the group.
 
-    Args:
-        config: The layer's shape.
-        options: How it runs; the same on every rank.
-        group: The expert-parallel group.
-        grid: How its ranks lie on hosts.
-        device: Where the layer lives.
-        dtype: The dtype of its tokens, ``None`` if it is not known.
-        is_cut: Whether several ranks share each expert.
+    Where several ranks share each expert (``is_cut``) they have to be numbers. ``dtype`` is that of
+    tokens, ``None`` if it is not known.
 
     Raises:
         ConfigError: On every rank, if a degree is more than a rank's routes, or none can be chosen
@@ -302,14 +296,7 @@ def _computed(
 
 
 def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[Pass, Pass]:
-    """A layer's forward and backward with as many rows as tokens choose, spread evenly.
-
-    Args:
-        config: The layer's shape.
-        fit: The machine's.
-        exchange: How rows travel.
-        keep: What forwards keep.
-    """
+    """Returns forward and backward with as many rows as tokens choose, spread evenly."""
     lines = fit.lines
     product, copy = lines["product"], lines["copy"]
     rows, size = config.max_tokens * config.topk, fit.torch_dtype.itemsize

@@ -56,12 +56,9 @@ def kind_of(kind: ExchangeKind, grid: HostGrid | None, device: torch.device) -> 
 
 
 def counts_between(rank: int, sent: Sequence[int], received: Sequence[int]) -> Counts:
-    """``[source][target]`` rows where only this rank's are known, and the others' zero.
+    """Returns ``[source][target]`` rows where only this rank's are known, and the others' zero.
 
-    Args:
-        rank: This one.
-        sent: Its rows to each rank.
-        received: Its rows from each rank.
+    This rank sends ``sent`` rows to each rank and gets ``received`` ones from each.
     """
     known = [[0] * len(sent) for _ in sent]
     for other, count in enumerate(received):
@@ -144,11 +141,9 @@ class Exchange:
         moment.synchronize()
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room:
-        """Allocates memory for the rows that calls will bring, on the current stream.
+        """Allocates memory for rows of calls with these counts, on the current stream.
 
-        Args:
-            calls: The counts of each.
-            like: Has rows of their shape and dtype.
+        ``like`` has rows of their shape and dtype.
         """
         sizes = [sum(row[self.rank] for row in counts) for counts in calls]
         rows = like.new_empty(sum(sizes), *like.shape[1:])
@@ -191,10 +186,7 @@ class Exchange:
     ) -> torch.Tensor:
         """Sends each rank its rows, and waits on the current stream for theirs; see :meth:`run`.
 
-        Args:
-            send: Contiguous rows, by rank.
-            sent: How many go to each rank.
-            received: How many come from each.
+        ``send`` has the ``sent`` rows for each rank, by rank; ``received`` ones come from each.
         """
         counts, slot = counts_between(self.rank, sent, received), Slot(send)
         if not self.is_alone:

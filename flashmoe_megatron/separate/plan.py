@@ -218,13 +218,7 @@ class Indices:
 def make_parts(
     routes: Routes, degree: int, index_rows: Callable[[torch.Tensor, int, int], Indices]
 ) -> dict[int, list[Part]]:
-    """Makes so many parts, and one.
-
-    Args:
-        routes: The routes.
-        degree: How many.
-        index_rows: The step.
-    """
+    """Makes so many parts, and one, by a step that finds where rows are."""
     if degree == len(routes.host_received) == 1:  # nothing is cut and nothing moves
         (one,) = routes.sizes(1)
         alone = Part(one.send_counts, one.recv_counts, one.counts, None, None, None, routes.ends)

@@ -57,13 +57,9 @@ class Records:
     """The records of one rank's calls, in order, if any are kept."""
 
     def __init__(self, config: MoEConfig, rank: int, names: frozenset[str]) -> None:
-        """Begins without any.
+        """Begins without any record, and keeps none where no moments of calls are named.
 
-        Args:
-            config: The layer's shape.
-            rank: This rank.
-            names: Which moments of calls are kept, :data:`IN_PARTS` or :data:`IN_TURN`; none where
-                there are to be no records.
+        The names are :data:`IN_PARTS` or :data:`IN_TURN`.
         """
         self._config, self._rank, self._names = config, rank, names
         self._epoch = 0
@@ -86,16 +82,10 @@ class Records:
         placement: Placement | None = None,
         replica_bytes: int = 0,
     ) -> None:
-        """Ends a call.
+        """Ends a call, whose number is the caller's.
 
-        Args:
-            laps: Its moments.
-            routes: Its routes.
-            number: From the caller.
-            direction: Which call it was.
-            num_tokens: This rank's tokens.
-            placement: Where replicas are, ``None`` where there are no spare slots.
-            replica_bytes: What has come for them or from their replicas.
+        ``num_tokens`` are this rank's. ``placement`` is ``None`` where there are no spare slots,
+        and ``replica_bytes`` have come for replicas or from them.
         """
         if not self._names:
             return

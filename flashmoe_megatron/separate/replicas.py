@@ -29,23 +29,12 @@ class Replicas:
     """The spare slots of one backend."""
 
     def __init__(self, config: MoEConfig, spare_slots: int, planner: Planner) -> None:
-        """Makes empty slots.
-
-        Args:
-            config: The layer's shape.
-            spare_slots: Slots for replicas on each rank.
-            planner: Fills them; the same on every rank.
-        """
+        """Makes empty slots, which a planner fills alike on every rank."""
         self._config, self._spare_slots, self._planner = config, spare_slots, planner
         self._settled: dict[int, Hosts] = {}
 
     def settle(self, counts: Counts, layer: int) -> None:
-        """Settles on the experts that a layer's next forward has in spare slots.
-
-        Args:
-            counts: All ranks' routes, as they are expected.
-            layer: Its number.
-        """
+        """Settles on the experts of a layer's next forward, by the routes that are expected."""
         self._settled[layer] = self._planner(counts, None).hosts
 
     def forget(self) -> None:
@@ -114,10 +103,7 @@ def with_replicas(
 ) -> tuple[ExpertWeights, int]:
     """Fetches the weights of the experts in this rank's spare slots. Collective.
 
-    Args:
-        exchange: Between the group's ranks.
-        weights: The local experts, one tensor for each expert.
-        placement: Which experts are where.
+    ``weights`` has one tensor for each local expert.
 
     Returns:
         The weights of all slots that hold an expert, and the bytes that have come.
@@ -147,14 +133,9 @@ def add_replica_grads(
 ) -> int:
     """Brings gradients from the spare slots to their owners, which add them. Collective.
 
-    Args:
-        exchange: Between the group's ranks.
-        placement: Which experts are where.
-        values: ``[slots, ...]``, the gradients of each kind of weights, by this rank's slots that
-            hold an expert. The owner adds replicas' gradients by ascending rank of their host.
-
-    Returns:
-        The bytes that have come.
+    ``values`` are ``[slots, ...]`` gradients of each kind of weights, of the slots of this rank
+    that hold an expert. The owner adds replicas' gradients by ascending rank of their host. Returns
+    the bytes that have come.
     """
     local = placement.num_local_experts
     sent: list[Values] = [[] for _ in placement.hosts]

@@ -52,22 +52,12 @@ class GradientSlices:
         self.beside.update(beside)
 
     def put(self, num_bytes: int, start: Callable[[], None]) -> None:
-        """Queues a reduction whose gradients are complete on the current stream.
-
-        Args:
-            num_bytes: What it reduces.
-            start: Starts it on the current stream.
-        """
+        """Queues a reduction of gradients that the current stream completes; it starts there."""
         self._queue.append((num_bytes, start, streams.mark(self._device)))
         self._start_what_fits(None)
 
     def take(self, layer: int, lane: streams.Lane) -> None:
-        """Starts the pieces that fit a layer's gap, after all work on a lane.
-
-        Args:
-            layer: The layer's number.
-            lane: The way between ranks.
-        """
+        """Starts the pieces that fit a layer's gap, after all work on the lane between ranks."""
         self._room += self.in_gap.get(layer, 0.0)
         self._start_what_fits(lane)
 
@@ -112,12 +102,9 @@ class Window:
 
 
 def layer_window(ready: float, backward: Pass, degree: int) -> Window:
-    """The window that a layer's exchanges leave.
+    """Returns the window that a layer's exchanges leave in its backward, in ``degree`` parts.
 
-    Args:
-        ready: Bytes of gradients that become ready before its backward.
-        backward: What that does.
-        degree: In how many parts.
+    ``ready`` bytes of gradients become ready before it.
     """
     alone_s = time_of(backward, degree)
 
@@ -134,11 +121,9 @@ def beside_window(ready: float, seconds: float) -> Window:
 
 
 def cut_gradients(windows: Sequence[Window], line: Line) -> list[float]:
-    """Returns how many bytes to reduce in each window; the rest is reduced after the last.
+    """Returns the bytes to reduce in each window, in order; the rest is reduced after the last.
 
-    Args:
-        windows: In the order of a backward.
-        line: What a reduction takes.
+    ``line`` is what a reduction takes.
     """
     return _spread(windows, fill_gaps(windows, line), line)
 

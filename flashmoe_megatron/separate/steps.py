@@ -35,10 +35,7 @@ class Steps:
     ) -> Sorted:
         """Orders one rank's routes by expert and then token; the host does not wait.
 
-        Args:
-            config: The layer's shape.
-            probs: What a backend's forward takes.
-            routing_map: Likewise.
+        ``probs`` and ``routing_map`` are those of a backend's forward.
         """
         num_experts, device = config.num_experts, probs.device
         is_map = routing_map.dtype == torch.bool
@@ -84,11 +81,7 @@ class Steps:
     ) -> Cut:
         """Brings routes into the order of parts; the host does not wait.
 
-        Args:
-            token_idx: The token of each route, by expert; any token after the last route.
-            place: As :class:`Sorted` has it.
-            ends: Likewise.
-            degree: The number of parts.
+        The first three arguments are as :class:`Sorted` has them.
         """
         if degree == 1:
             return Cut(token_idx, place)
@@ -362,14 +355,10 @@ def bias_grad(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = MATRIX) -> None:
-    """Adds or writes all experts' gradients to where they go.
+    """Adds or writes ``[num_experts, ...]`` gradients to where they go, one expert's or a stack's.
 
-    A buffer that is to be overwritten, and is all of its memory, takes that of the values.
-
-    Args:
-        targets: One expert's or a stack's each.
-        values: ``[num_experts, ...]``.
-        num_dims: The dimensions of one expert's.
+    A buffer that is to be overwritten, and is all of its memory, takes that of the values. One
+    expert's has ``num_dims`` dimensions.
     """
     left = values
     for target in targets:
@@ -403,15 +392,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def activate(pre_activation: torch.Tensor, config: MoEConfig) -> torch.Tensor:
-    """Applies the activation to fc1's output.
-
-    Args:
-        pre_activation: ``[rows, fc1_rows]``, in the order of fc1's rows.
-        config: The layer's shape.
-
-    Returns:
-        ``[rows, intermediate]``.
-    """
+    """Applies the activation to ``[rows, fc1_rows]``; returns ``[rows, intermediate]``."""
     value_and_slope = _VALUE_AND_SLOPE[config.activation]
     if not config.gated:
         return value_and_slope(pre_activation)[0]
@@ -427,17 +408,10 @@ def activate_backward(
     grad_activated: torch.Tensor,
     config: MoEConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differentiates :func:`activate`, whose other arguments it takes.
+    """Returns the result of :func:`activate` again, and the gradient of its input.
 
     A value that is clamped has no gradient; one at the bound itself has, as in ``torch.clamp``.
-
-    Args:
-        pre_activation: ``[rows, fc1_rows]``.
-        grad_activated: ``[rows, intermediate]``, gradient of :func:`activate`'s result.
-        config: The layer's shape.
-
-    Returns:
-        That result again, and the gradient of ``pre_activation``.
+    ``grad_activated`` is the gradient of that result.
     """
     value_and_slope = _VALUE_AND_SLOPE[config.activation]
     if not config.gated:

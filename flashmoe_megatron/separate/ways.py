@@ -203,11 +203,7 @@ class Ways:
         return Way((send, received), every, done, self._exchange)
 
     def room(self, calls: Sequence[Counts], like: torch.Tensor) -> Room | None:
-        """Makes room for all parts that come back.
-
-        Args:
-            calls: The counts of rows of each part, as they came.
-            like: Has rows of their shape and dtype.
+        """Makes room for all parts that come back, which came by these counts.
 
         Returns:
             ``None`` without any other rank, where rows stay where they are.

@@ -19,10 +19,8 @@ def compute_metrics(
 ) -> dict[str, float]:
     """Computes every chosen metric whose ingredients were measured.
 
-    Args:
-        totals: The totals of one rank, or reduced over ranks.
-        chosen: Names of metrics.
-        calibration: Times on 2 GPUs, for the overlap efficiency.
+    The totals are one rank's, or reduced over ranks. ``calibration`` has times on 2 GPUs, for the
+    overlap efficiency.
 
     Returns:
         Values by key; what was not measured has none.

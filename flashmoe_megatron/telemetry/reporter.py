@@ -114,8 +114,7 @@ class Reporter:
     def write_arrived(self, now: int) -> None:
         """Writes reports whose reductions are done, between steps or after the last one.
 
-        Args:
-            now: As for :meth:`step`.
+        ``now`` is as for :meth:`step`.
         """
         self._write(now)
 
@@ -162,12 +161,7 @@ class Reporter:
 def agree_layout(places: Mapping[int, LayerPlace], group: dist.ProcessGroup | None) -> Layout:
     """Tells every rank of every rank's layers. Collective over the group; ranks wait, once.
 
-    Args:
-        places: This rank's layers by number; none is fine.
-        group: All ranks whose figures are reduced; ``None`` for this rank alone.
-
-    Returns:
-        The same on every rank.
+    A rank may have no layers in ``places``.
 
     Raises:
         ConfigError: On every rank, if two ranks have different layers of one number.
@@ -190,13 +184,7 @@ def agree_calibration(
     """Gives every rank the calibration that some have. Collective over the group; ranks wait, once.
 
     A rank reads the file for its own layers, and the rank that writes metrics may have none.
-
-    Args:
-        calibration: This rank's; all are of one file.
-        group: As for :func:`agree_layout`.
-
-    Returns:
-        The first rank's that has one, ``None`` if no rank has.
+    Returns the first rank's that has one, ``None`` if no rank has.
     """
     return next((one for one in Ranks(group).gather(calibration) if one is not None), None)
 

@@ -46,12 +46,7 @@ class LayerPlace:
     def padded_bytes(self, num_tokens: int, *, tile: int = 1) -> int:
         """Returns the bytes that this rank would have sent in one launch if it padded to capacity.
 
-        Args:
-            num_tokens: This rank's tokens.
-            tile: What the capacity is rounded up to.
-
-        Returns:
-            Bytes to other ranks, in dispatch and combine.
+        They go to other ranks, in dispatch and combine. The capacity is rounded up to ``tile``.
         """
         config = self.config
         capacity = expert_capacity(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tools.bench.cards.arms import Arm, arms_of
 from tools.bench.cards.card import card_of
 from tools.bench.cards.models import MODELS, Model
+from tools.bench.cards.page import machine_of
 from tools.bench.cards.records import folder_of, read_records
 from tools.bench.common import ROOT
 
@@ -35,13 +36,7 @@ class KeptCard:
     @property
     def machine(self) -> str:
         """Returns the GPUs by their short names, as in "1 H200"."""
-        kinds = {short_name(gpu) for gpus in self.card["gpus"] for gpu in gpus}
-        return f"{self.num_gpus} {' or '.join(sorted(kinds))}"
-
-
-def short_name(gpu: str) -> str:
-    """Returns "H100" for "NVIDIA H100 80GB HBM3"."""
-    return gpu.removeprefix("NVIDIA ").split()[0]
+        return machine_of(self.card)
 
 
 def kept_cards(results: Path = RESULTS) -> list[KeptCard]:
@@ -108,10 +103,16 @@ class Comparison:
     @property
     def ratio(self) -> float | None:
         """How many times as long alltoall takes; ``None`` unless one machine has run both."""
+        return self.over("seconds")
+
+    def over(self, key: str) -> float | None:
+        """How many times as much alltoall has of a number."""
         ours, theirs = self.ours.line, self.theirs.line
         if ours is None or theirs is None or ours["machine"] != theirs["machine"]:
             return None
-        return float(theirs["seconds"] / ours["seconds"])
+        if ours[key] is None or theirs[key] is None:
+            return None
+        return float(theirs[key] / ours[key])
 
 
 def side(card: dict[str, Any], arm: Arm) -> Side:

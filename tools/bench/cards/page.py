@@ -9,19 +9,20 @@ WIDTH = 110
 
 def markdown(card: dict[str, Any]) -> list[str]:
     """Returns the lines of a card: what holds for all arms, and a table of them."""
-    said = [
-        f"Cut to {card['cuts']}. {card['tokens_per_gpu']:,} tokens a GPU and iteration, "
-        f"GPUs: {card['num_gpus']}.",
-        f"Commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, "
-        f"{' and '.join(', '.join(gpus) for gpus in card['gpus'])}, power limit "
-        f"{_all(card['power_limit'])}, driver {_all(card['driver'])}, torch {_all(card['torch'])}, "
-        f"{_all(card['date'])}.",
-        settings(card),
-    ]
+    gpus = " and ".join(f"{len(gpus)} {', '.join(sorted(set(gpus)))}" for gpus in card["gpus"])
+    attention = sorted({name for line in card["arms"] for name in line["attention"]})
+    said = {
+        "Model": f"cut to {card['cuts']}; {card['tokens_per_gpu']:,} tokens a GPU and iteration.",
+        "Machine": f"{gpus or NONE}, power limit {_all(card['power_limit'])}, driver "
+        f"{_all(card['driver'])}, torch {_all(card['torch'])}; {_all(card['date'])}.",
+        "Software": f"commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, "
+        f"attention by {', '.join(attention) or NONE}.",
+        "Without": settings(card),
+    }
     lines = [
-        f"## {card['model']}",
+        f"## {card['model']} on {machine_of(card)}",
         "",
-        *(line for each in said for line in wrap(each)),
+        *(line for what, text in said.items() for line in wrap(f"- **{what}**: {text}", "  ")),
         "",
         "| arm | s an iteration | TFLOP/s a GPU | tokens/s a GPU | busy, ms | peak GiB | MHz | "
         "loss at 1, 10, 20 | in alltoall's band | row bound, need |",
@@ -35,24 +36,32 @@ def markdown(card: dict[str, Any]) -> list[str]:
     return lines
 
 
+def machine_of(card: dict[str, Any]) -> str:
+    """Returns a card's GPUs by their short names, as in "1 H200"."""
+    names = {gpu.removeprefix("NVIDIA ").split()[0] for gpus in card["gpus"] for gpu in gpus}
+    return f"{card['num_gpus']} {' or '.join(sorted(names))}"
+
+
 def settings(card: dict[str, Any]) -> str:
     """Says which of Megatron's and flashmoe's options the arms go without."""
+    said = [*card["off"]]
     apart = [arm for arm in card["unfused_gradients"] if arm.startswith("alltoall")]
-    every = [line["arm"] for line in card["arms"] if line["arm"].startswith("alltoall")]
-    told = ""
     if apart:
+        every = [line["arm"] for line in card["arms"] if line["arm"].startswith("alltoall")]
         whose = "`alltoall`" if apart == every else ", ".join(apart)
-        told = (
-            f"{whose} runs without Megatron's fusion of gradient accumulation, which wants apex: "
-            "kernels of their own add its gradients in float32. flashmoe's launches add those of "
-            "experts themselves. "
+        said.append(
+            f"in {whose} Megatron's fusion of gradient "
+            "accumulation, which wants apex: kernels of their own add its gradients in float32, "
+            "while flashmoe's launches add those of experts themselves"
         )
-    return f"{told}All arms go without {', '.join(card['off'])}." if card["off"] else told.strip()
+    return f"{'; '.join(said) or 'nothing that a card names'}."
 
 
-def wrap(text: str) -> list[str]:
-    """The lines of a paragraph of a page."""
-    return textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def wrap(text: str, indent: str = "") -> list[str]:
+    """The lines of a paragraph of a page, all but the first with an indent."""
+    return textwrap.wrap(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def row(line: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from flashmoe_megatron.bench.style import ACCENT, FUSED, UNFUSED, new_figure
 from tools.bench.cards.kept import Comparison, KeptCard, Side, comparisons, shown
-from tools.weak_scaling.style import ACCENT, FUSED, UNFUSED, new_figure
 
 BAR, GAP = 0.34, 0.26
 """Inches of a bar, and between the bars of two models."""

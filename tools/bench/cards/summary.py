@@ -50,16 +50,17 @@ def page(cards: list[KeptCard], folder: Path) -> list[str]:
 
 
 def said_gain(rows: list[Comparison], machines: list[str]) -> str:
-    """Says in a sentence how many times as long alltoall takes."""
+    """Says in a sentence how many times as long alltoall takes, and its GPU works."""
+    where = " and ".join(machines)
     bf16 = span(row.ratio for row in rows if not row.is_fp8)
-    fp8 = span(row.ratio for row in rows if row.is_fp8)
     if not bf16:
-        return f"No pair is complete on {' and '.join(machines)}."
-    told = (
-        f"On {' and '.join(machines)}, an iteration takes {bf16} times as long with `alltoall` as "
-        "with flashmoe"
-    )
-    return f"{told}, and {fp8} times with `alltoall` in blockwise FP8." if fp8 else f"{told}."
+        return f"No pair is complete on {where}."
+    told = f"On {where}, an iteration takes {bf16} times as long with `alltoall` as with flashmoe"
+    works = span(row.over("busy_ms") for row in rows if not row.is_fp8)
+    if works:
+        told += f", and the GPU works {works} times as long"
+    fp8 = span(row.ratio for row in rows if row.is_fp8)
+    return f"{told}. With `alltoall` in blockwise FP8 it takes {fp8} times." if fp8 else f"{told}."
 
 
 def span(ratios: Iterable[float | None]) -> str:

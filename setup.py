@@ -9,6 +9,9 @@ import re
 import sys
 from pathlib import Path
 
+if sys.version_info < (3, 10):  # noqa: UP036 - pip runs this file before it reads the metadata
+    sys.exit(f"flashmoe-megatron needs Python 3.10 or newer, got {sys.version.split()[0]}")
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext

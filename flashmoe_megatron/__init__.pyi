@@ -14,6 +14,7 @@ from flashmoe_megatron.errors import DeviceError as DeviceError
 from flashmoe_megatron.errors import FlashMoEError as FlashMoEError
 from flashmoe_megatron.errors import HeapError as HeapError
 from flashmoe_megatron.errors import LinkError as LinkError
+from flashmoe_megatron.errors import MissingError as MissingError
 from flashmoe_megatron.errors import PeerTimeoutError as PeerTimeoutError
 from flashmoe_megatron.errors import RoutingError as RoutingError
 from flashmoe_megatron.errors import RowBoundError as RowBoundError

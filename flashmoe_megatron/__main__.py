@@ -72,7 +72,6 @@ def main(arguments: Sequence[str]) -> int:
         help="the backend without which the exit status is 1",
     )
     options = parser.parse_args(arguments)
-    logging.getLogger("flashmoe_megatron").setLevel(logging.ERROR)
     found = list(facts())
     lack = ""
     status = BROKEN if any(fact.is_broken for fact in found) else 0
@@ -98,4 +97,5 @@ def _lack_of_kernel(found: Sequence[Fact]) -> str:
 
 
 if __name__ == "__main__":
+    logging.getLogger("flashmoe_megatron").setLevel(logging.ERROR)  # the screen names the backend
     sys.exit(main(sys.argv[1:]))

@@ -17,9 +17,14 @@ from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.ranks import OfGroup
+from flashmoe_megatron.releases import TORCH
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
+
+if _problem := TORCH.problem(torch.__version__):
+    # pip has checked that, unless it was asked to leave dependencies alone.
+    raise ConfigError(_problem)
 
 
 class Given(NamedTuple):

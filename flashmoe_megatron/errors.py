@@ -48,6 +48,21 @@ class LinkError(FlashMoEError, ConnectionError):
     """A link between ranks cannot be made, or broke; the message names the link and the peer."""
 
 
+class MissingError(FlashMoEError, ModuleNotFoundError):
+    """A framework is not installed; the message has the command that installs it."""
+
+
+def original_of(error: FlashMoEError) -> FlashMoEError:
+    """Returns an error as it was first raised, without words that a framework has added.
+
+    Megatron raises an error again for each module that it was building, under a longer message.
+    """
+    context = error.__context__
+    while isinstance(context, FlashMoEError) and str(error).startswith(str(context)):
+        error, context = context, context.__context__
+    return error
+
+
 def reason_of(error: Exception) -> str:
     """Returns the words for the other ranks, whose call the error ends, too."""
     return f"{type(error).__name__}: {error}"

@@ -7,15 +7,18 @@ wait is bounded, and an error names the rank that had it.
 import functools
 import itertools
 import json
+import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -32,6 +35,8 @@ from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 Made = TypeVar("Made")
 Value = TypeVar("Value")
 
+STORE_PATIENCE = timedelta(seconds=5)
+"""For the store of torchrun, which ends with the job."""
 REFUSED = -1
 """A rank that refuses a call sends this in the place of every count."""
 UNFOLLOWED = 1 << 40
@@ -40,6 +45,28 @@ UNFOLLOWED = 1 << 40
 _made: dict[tuple[Any, ...], Any] = {}
 _named: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]]" = weakref.WeakKeyDictionary()
 """How many names have been given, by all ranks' group and the ranks that a name is for."""
+
+
+def is_first(purpose: str) -> bool:
+    """Returns whether this process is the first of its job to ask; not collective.
+
+    So is a process that has no store in common with others, as without torchrun.
+
+    Args:
+        purpose: What it wants to do; the others are not to do it again.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store: Any = TCPStore(host, port, is_master=False, timeout=STORE_PATIENCE)
+        elif dist.is_initialized():
+            store = _get_default_store()
+        else:
+            return True
+        return bool(store.add(f"flashmoe-first/{purpose}/{attempt}", 1) == 1)
+    except RuntimeError:  # the store has ended, and with it the job
+        return True
 
 
 class OfGroup:

@@ -1,8 +1,11 @@
 """The releases of torch and of frameworks that this package is tried with; no torch is needed."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from flashmoe_megatron.errors import MissingError
 
 Release = tuple[int, ...]
 
@@ -38,6 +41,27 @@ class Project(NamedTuple):
     def install(self) -> str:
         """The command that installs a release of the range."""
         return f'pip install "flashmoe-megatron[{self.extra}]"'
+
+    @property
+    def module(self) -> str:
+        """The module that its users import."""
+        return self.distribution.replace("-", ".")
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """Guards imports of the project: where it is missing, the error says what installs it.
+
+        Raises:
+            MissingError: It is not installed.
+        """
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            if error.name not in (self.module, self.module.partition(".")[0]):
+                raise
+            raise MissingError(
+                f"{self.name} is not installed: {self.install}", name=error.name
+            ) from error
 
     def problem(self, version: str) -> str | None:
         """Says what is wrong with a release.

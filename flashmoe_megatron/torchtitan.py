@@ -1,11 +1,19 @@
 """torchtitan's MoE models on flashmoe, by an override that torchtitan finds under its path."""
 
+if __name__ == "__main__":
+    from flashmoe_megatron.door import describe
+
+    raise SystemExit(describe("flashmoe_megatron.torchtitan", __doc__))
+
 from typing import Any
 
-from torchtitan.config import override
-from torchtitan.models.common.moe import RoutedExperts
+from flashmoe_megatron.releases import TORCHTITAN
 
-from flashmoe_megatron.adapters.torchtitan.override import replace_routed_experts
+with TORCHTITAN.needed():
+    from torchtitan.config import override
+    from torchtitan.models.common.moe import RoutedExperts
+
+    from flashmoe_megatron.adapters.torchtitan.override import replace_routed_experts
 
 
 @override(  # type: ignore[misc]

@@ -31,8 +31,8 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["errors", "_version", "releases", "streams", "touched"],
-    ["config", "driver", "torch_groups"],
+    ["door", "errors", "_version", "streams", "touched"],
+    ["config", "driver", "releases", "torch_groups"],
     ["ending", "planner", "replicas", "weights"],
     ["ranks"],
     ["telemetry.record", "measured.files"],

@@ -94,6 +94,7 @@ PLAIN = (
     "flashmoe_megatron/data_parallel.py",
     "flashmoe_megatron/deepspeed.py",
     "flashmoe_megatron/doctor",
+    "flashmoe_megatron/door.py",
     "flashmoe_megatron/driver.py",
     "flashmoe_megatron/eager.py",
     "flashmoe_megatron/ending.py",

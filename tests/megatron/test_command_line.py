@@ -3,12 +3,14 @@
 import argparse
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from flashmoe_megatron.adapters import megatron
 from flashmoe_megatron.adapters.megatron import settings as settings_module
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import (
@@ -18,7 +20,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     flag_of,
 )
 from flashmoe_megatron.config import MAX_TIMEOUT
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, original_of
 from flashmoe_megatron.options import options_of
 from tests.distributed import PATIENCE_S
 from tests.megatron.harness import megatron_parser
@@ -176,6 +178,112 @@ def test_launcher_says_what_it_wants(arguments: list[str], words: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+BAD_WIDTH = """
+from flashmoe_megatron import MoEConfig
+MoEConfig(hidden=100, intermediate=64, num_experts=4, topk=2, activation="silu", gated=True,
+          num_ranks=2, max_tokens=32)
+"""
+
+
+def test_launcher_prints_an_error_once_as_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(BAD_WIDTH)
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = run_python(*ranks, "-m", "flashmoe_megatron.run", str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    found = re.findall(r"^flashmoe_megatron.run: .*", done.stderr, re.M)
+    wanted = r"flashmoe_megatron.run: ConfigError: rank [01]: hidden=100: must be an int, .*"
+    assert [re.fullmatch(wanted, line) is not None for line in found] == [True], done.stderr
+    assert done.stderr.count("Traceback") == 1  # torchrun's own
+
+
+def test_launcher_leaves_other_errors_alone(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import no_such_module")
+    done = run_python("-m", "flashmoe_megatron.run", str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    assert done.stderr.endswith("ModuleNotFoundError: No module named 'no_such_module'\n")
+
+
+def test_launcher_names_the_extra_with_megatron(tmp_path: Path) -> None:
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    (tmp_path / "script.py").write_text("import megatron.core")
+    done = run_python("-m", "flashmoe_megatron.run", str(tmp_path / "script.py"))
+    sentence = 'Megatron-Core is not installed: pip install "flashmoe-megatron[megatron]"'
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"flashmoe_megatron.run: MissingError: {sentence}\n",
+    )
+
+
+IGNORING = "import sys; sys.argv[1:] = []"
+PARSING = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--flashmoe-mine")
+print(parser.parse_known_args()[0].flashmoe_mine)
+"""
+CONFIGURING = """
+import argparse
+from flashmoe_megatron.adapters.megatron import configure, current_settings
+argparse.ArgumentParser().parse_known_args()
+configure(keep="inputs")
+current_settings()
+print("a layer was built")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "said"),
+    [
+        (PARSING, "--flashmoe-mine=3", ""),
+        (
+            PARSING,
+            "--flashmoe-kep=all",
+            "takes --flashmoe-kep, the nearest is --flashmoe-keep: ",
+        ),
+        (CONFIGURING, "--flashmoe-keep=all", "no parser of the script takes --flashmoe-keep: want"),
+        (IGNORING, "--flashmoe-keep=all", "no parser of the script takes --flashmoe-keep: wanted"),
+    ],
+    ids=["parsed", "not parsed", "configured", "ignored"],
+)
+def test_launcher_refuses_a_flag_that_no_parser_takes(
+    script: str, flag: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(script)
+    done = run_python("-m", "flashmoe_megatron.run", str(tmp_path / "script.py"), flag)
+    assert done.returncode == bool(said), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == bool(said)
+    assert "a layer was built" not in done.stdout
+
+
+def build(names: list[str], error: FlashMoEError) -> None:
+    """Builds modules within each other, as Megatron does, of which the innermost has an error."""
+    try:
+        if names[1:]:
+            build(names[1:], error)
+        raise error
+    except FlashMoEError as caught:
+        raise type(caught)(f"{caught} when instantiating {names[0]}")  # noqa: B904 - as Megatron
+
+
+def test_the_first_words_of_an_error_are_found() -> None:
+    error = ConfigError("hidden=100")
+    with pytest.raises(ConfigError, match="MoELayer when instantiating Block$") as caught:
+        build(["Block", "MoELayer"], error)
+    assert original_of(caught.value) is error
+    assert original_of(error) is error
+
+
+def test_install_warns_where_there_is_no_megatron(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(megatron.importlib.util, "find_spec", lambda name: None)
+    megatron.install()
+    assert 'pip install "flashmoe-megatron[megatron]"' in caplog.text
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_launcher_prints_its_help(flag: str) -> None:
     done = run_python("-m", "flashmoe_megatron.run", flag)
@@ -195,15 +303,40 @@ print(hasattr(MoELayer.dispatch, "_flashmoe_original"))
 """
 
 
-@pytest.mark.parametrize(("values", "answer"), [(("1",), "True"), (("0", ""), "False")])
+@pytest.mark.parametrize(
+    ("values", "answer"),
+    [(("1",), "True"), (("yes",), "True"), (("TRUE", "on"), "True"), (("0", "", "off"), "False")],
+)
 def test_autoload_is_opt_in(values: tuple[str, ...], answer: str) -> None:
     done = run_python("-c", AUTOLOAD.format(values=values), FLASHMOE_AUTOLOAD="")
     assert done.stdout.strip() == answer, done.stderr
 
 
-def test_autoload_refuses_other_values() -> None:
-    done = run_python("-c", AUTOLOAD.format(values=("yes",)), FLASHMOE_AUTOLOAD="")
-    assert "FLASHMOE_AUTOLOAD='yes': wanted 1" in done.stderr
+REFUSED = """
+import torch
+from flashmoe_megatron.autoload import autoload
+autoload()
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, original_of
+try:
+    MoELayer(None)
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "lines"), [({}, 1), ({"RANK": "1"}, 0), ({"TORCHELASTIC_RUN_ID": "1"}, 0)]
+)
+def test_autoload_refuses_other_values_at_the_first_layer(
+    environment: dict[str, str], lines: int
+) -> None:
+    sentence = "FLASHMOE_AUTOLOAD='please': wanted 1, yes, true, on to install flashmoe, or 0"
+    # Torch has the entry point where the package is installed, and the program calls it again.
+    quiet = {"FLASHMOE_AUTOLOAD": "please", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment}
+    done = run_python("-c", REFUSED, **quiet)
+    assert done.stdout.strip() == sentence, done.stderr
+    assert done.stderr.count(sentence) == lines
 
 
 HELPERS = """

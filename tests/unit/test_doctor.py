@@ -20,7 +20,7 @@ from flashmoe_megatron.doctor.fact import WIDTH, Fact, as_json, as_screen
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.kernel import bindings
-from flashmoe_megatron.releases import DEEPSPEED, MEGATRON, TORCH, Project
+from flashmoe_megatron.releases import DEEPSPEED, FRAMEWORKS, MEGATRON, TORCH, Project
 from tests.distributed import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -280,7 +280,7 @@ def test_ranges_are_those_of_the_extras() -> None:
     metadata = (ROOT / "pyproject.toml").read_text()
     (torch_wanted,) = re.findall(r'^dependencies = .*"torch>=([\d.]+)"', metadata, re.M)
     assert TORCH.problem(torch_wanted) is None
-    for project in (MEGATRON, DEEPSPEED):
+    for project in FRAMEWORKS:
         found = re.search(
             rf'^{project.extra} = \[\s*"{project.distribution}>=([\d.]+),<([\d.]+)"', metadata, re.M
         )

@@ -47,21 +47,24 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         ConfigError: The section is not valid, the ranks disagree on it, or a layer cannot be
             served and ``fallback`` is "error".
     """
-    import deepspeed
+    with DEEPSPEED.needed():
+        import deepspeed
 
     return _initialize(original_of(deepspeed.initialize), *args, **kwargs)
 
 
 def install() -> None:
     """Makes ``deepspeed.initialize`` do what :func:`initialize` does; again, does nothing."""
-    import deepspeed
+    with DEEPSPEED.needed():
+        import deepspeed
 
     patch(deepspeed, "initialize", lambda original: functools.partial(_initialize, original))
 
 
 def uninstall() -> None:
     """Undoes :func:`install`; engines that exist keep their layers."""
-    import deepspeed
+    with DEEPSPEED.needed():
+        import deepspeed
 
     deepspeed.initialize = original_of(deepspeed.initialize)
 
@@ -73,7 +76,8 @@ def attach(engine: Any) -> dict[str, str]:
     engine's configuration holds; without one, flashmoe is enabled with the defaults.
 
     Returns:
-        For every MoE layer of this rank, by name, "fused" or a sentence why it was left alone.
+        For every MoE layer of this rank, by name, "fused" and its backend, or a sentence why
+        it was left alone.
 
     Raises:
         ConfigError: The same as in :func:`initialize`.
@@ -112,7 +116,7 @@ def _initialize(
 
 
 def _attach(engine: Any, settings: Settings) -> dict[str, str]:
-    import deepspeed
+    import deepspeed  # there, since it has made the engine
     import torch.distributed as dist
 
     from flashmoe_megatron.ranks import Ranks

@@ -6,10 +6,12 @@ Megatron's modules as they are imported, or at once if they are already.
 
 import functools
 import importlib
+import importlib.util
 from types import ModuleType
 
 from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
 from flashmoe_megatron.adapters.patch import when_imported
+from flashmoe_megatron.releases import MEGATRON
 
 __all__ = ["Settings", "configure", "current_settings", "install"]
 
@@ -42,8 +44,20 @@ def install() -> None:
     """Adds the dispatcher type "flashmoe" to Megatron, on the command line and in code.
 
     Call it in every process, before Megatron's arguments are parsed or a model is built; a second
-    call does nothing. Models with another dispatcher type are not affected.
+    call does nothing. Models with another dispatcher type are not affected. Where there is no
+    Megatron, a warning says how to install it; Megatron may still be imported later.
     """
+    attach()
+    if importlib.util.find_spec("megatron") is None:
+        import logging  # costs this import some milliseconds, which nothing else of it needs
+
+        logging.getLogger("flashmoe_megatron").warning(
+            "install() found no Megatron-Core, and waits for its import: %s", MEGATRON.install
+        )
+
+
+def attach() -> None:
+    """Does what :func:`install` does, and says nothing where there is no Megatron."""
     for theirs, ours, function in _PATCHES:
         when_imported(f"megatron.{theirs}", functools.partial(_apply, ours, function))
 

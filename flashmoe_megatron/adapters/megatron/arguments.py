@@ -8,8 +8,10 @@ flashmoe says so again: ``--use-checkpoint-args`` never changes the dispatcher o
 
 import argparse
 import copy
+import sys
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from flashmoe_megatron.adapters.megatron.config.asked import MEGAKERNEL
 from flashmoe_megatron.adapters.megatron.settings import (
@@ -17,18 +19,23 @@ from flashmoe_megatron.adapters.megatron.settings import (
     FLAG_PREFIX,
     STOCK_DISPATCHER_TYPE,
     Settings,
+    flag_of,
+    nearest_flag,
+    unread_flags,
 )
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.config import nearest
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import add_flags
+
+OURS = flag_of("")
+"""Begins every flag of this package."""
 
 
 def patch_arguments(arguments: ModuleType) -> None:
     """Extends the parser that ``megatron.training.arguments`` makes."""
 
     def make(original: Function) -> Function:
-        return lambda parser: name_nearest_flag(extend_parser(original(parser)))
+        return lambda parser: refuse_briefly(extend_parser(original(parser)))
 
     patch(arguments, "add_megatron_arguments", make)
 
@@ -62,26 +69,58 @@ def add_flag_group(parser: argparse.ArgumentParser) -> None:
     add_flags(group, Settings, FLAG_PREFIX)
 
 
-def name_nearest_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Makes a misspelt flag of ours an error that names the nearest one; returns the parser.
+def refuse_briefly(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Makes what is wrong with a flag of ours a ``ConfigError``, without the parser's usage.
 
-    It is an error, too, where a script ignores arguments that it does not know.
+    A misspelt flag is one, too, where a script ignores arguments that it does not know; the nearest
+    flag is named. Errors of other flags stay the parser's.
+
+    Returns:
+        The same parser.
     """
-    parse, ours = parser.parse_known_args, f"--{FLAG_PREFIX}-"
-    flags = [flag for flag in parser._option_string_actions if flag.startswith(ours)]
-    names = [flag.removeprefix(ours) for flag in flags]
+    parse, refuse = parser.parse_known_args, parser.error
 
     def parse_known_args(*args: Any, **kwargs: Any) -> Any:
         parsed, unknown = parse(*args, **kwargs)
-        for word in unknown:
-            name = word.partition("=")[0]
-            if name.startswith(ours):
-                like = nearest(name.removeprefix(ours), names, lambda one: f"{ours}{one}")
-                parser.error(f"unrecognized argument {name}{like}")
+        for flag in flags_among(unknown):
+            raise ConfigError(f"unrecognized argument {flag}{nearest_flag(flag)}")
         return parsed, unknown
 
+    def error(message: str) -> NoReturn:
+        if message.startswith(f"argument {OURS}"):
+            raise ConfigError(message.removeprefix("argument "))
+        refuse(message)
+
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.error = error  # type: ignore[method-assign]
     return parser
+
+
+def flags_among(words: Iterable[str]) -> list[str]:
+    """Returns the flags of ours among the words of a command line, without their values."""
+    return [word.partition("=")[0] for word in words if word.startswith(OURS)]
+
+
+def expect_flags(arguments: Iterable[str]) -> None:
+    """Notes flags until a parser of this process takes them, so that none is ignored in silence.
+
+    Args:
+        arguments: The command line of the script.
+    """
+    unread_flags.update(flags_among(arguments))
+    patch(argparse.ArgumentParser, "parse_known_args", _noting_flags)
+
+
+def _noting_flags(original: Function) -> Function:
+    def parse_known_args(
+        self: argparse.ArgumentParser, args: Any = None, namespace: Any = None, **more: Any
+    ) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = original(self, given, namespace, **more)
+        unread_flags.difference_update(set(flags_among(given)).difference(flags_among(unknown)))
+        return parsed, unknown
+
+    return parse_known_args
 
 
 def _action(parser: argparse.ArgumentParser, name: str) -> argparse.Action | None:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT
+from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT, nearest
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
     BackendOptions,
@@ -15,6 +15,7 @@ from flashmoe_megatron.options import (
     make_options,
     one_of,
     option,
+    options_of,
     read_flags,
     switch,
     unset_option,
@@ -83,6 +84,32 @@ def flag_of(name: str) -> str:
     return f"--{FLAG_PREFIX}-{name.replace('_', '-')}"
 
 
+unread_flags: set[str] = set()
+"""Flags of this package on the launcher's command line that no parser has taken yet."""
+
+
+def check_flags_are_read() -> None:
+    """Refuses a flag that would have no effect, before a model is built without it.
+
+    Raises:
+        ConfigError: No parser of the script that the launcher runs has taken a flag.
+    """
+    for flag in sorted(unread_flags):
+        raise ConfigError(
+            f"no parser of the script takes {flag}{nearest_flag(flag)}: wanted a script that "
+            "parses Megatron's arguments; in another one, call configure of "
+            "flashmoe_megatron.adapters.megatron"
+        )
+
+
+def nearest_flag(flag: str) -> str:
+    """Returns words that name the flag of :class:`Settings` that is meant by a misspelt one."""
+    ours = flag_of("")
+    names = [flag_of(one.name).removeprefix(ours) for one in options_of(Settings)]
+    name = flag.removeprefix(ours)
+    return "" if name in names else nearest(name, names, lambda one: f"{ours}{one}")
+
+
 _chosen: Settings | None = None
 
 
@@ -109,7 +136,12 @@ def configure(**options: Any) -> Settings:
 
 
 def current_settings() -> Settings:
-    """Returns the settings from code, else from the command line, else the defaults."""
+    """Returns the settings from code, else from the command line, else the defaults.
+
+    Raises:
+        ConfigError: See :func:`check_flags_are_read`.
+    """
+    check_flags_are_read()
     if _chosen is not None:
         return _chosen
     return Settings(**read_flags(megatron_args(), Settings, FLAG_PREFIX))

@@ -54,6 +54,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the launcher ignores flags that no parser takes",
+        "check_flags_are_read",
+        "sorted(unread_flags)",
+        "()",
+        "tests/megatron/test_command_line.py::test_launcher_refuses_a_flag_that_no_parser_takes",
+    ),
+    Mutation(
+        "every rank prints an error under the launcher",
+        "_end",
+        'is_first("print an error")',
+        "True",
+        "tests/megatron/test_command_line.py::test_launcher_prints_an_error_once_as_one_line",
+    ),
+    Mutation(
         "the doctor names the kernel where another backend ran",
         "_run",
         "moe.backend.within.kind",

@@ -19,7 +19,7 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from tests.deepspeed.models import HIDDEN, AutoEPModel, NativeModel
 
-FUSED = "fused"
+FUSED = "fused, backend reference"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.deepspeed.harness import FUSED
+
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 400
 STEPS = 4
@@ -48,7 +50,7 @@ def test_trainer_and_accelerate_autoep(tmp_path: Path) -> None:
     ]
     for stock, fused in (records[:2], records[2:]):
         assert stock["fused_calls"] == []
-        assert fused["report"] == {f"model.layers.{layer}.mlp": "fused" for layer in range(2)}
+        assert fused["report"] == {f"model.layers.{layer}.mlp": FUSED for layer in range(2)}
         assert fused["fused_calls"] == [STEPS, STEPS]
         assert len(set(stock["losses"])) == STEPS
         assert fused["losses"] == pytest.approx(stock["losses"], rel=1e-5)

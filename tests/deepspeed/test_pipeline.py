@@ -3,6 +3,7 @@
 import pytest
 
 from tests.deepspeed import pipeline
+from tests.deepspeed.harness import FUSED
 from tests.distributed import run_ranks
 
 ZERO_STAGES = (0, 1)
@@ -17,7 +18,7 @@ def test_pipeline_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         for (stock, _, no_calls), (fused, report, calls) in outcomes:
             assert fused == pytest.approx(stock, rel=1e-5)
             assert stock[-1] != stock[0]
-            assert set(report.values()) == {"fused"}
+            assert set(report.values()) == {FUSED}
             assert no_calls == []
             assert calls == [pipeline.STEPS * pipeline.MICRO_BATCHES] * 2
             names |= report.keys()

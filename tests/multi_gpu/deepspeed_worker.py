@@ -74,7 +74,7 @@ class Job:
         engine = build_engine(setup, experts, self.device, dtype=dtype, timeout=KERNEL_TIMEOUT_S)
         if experts.is_fused:
             outcomes = set(attach(engine).values())
-            assert outcomes == {"fused"}, f"wanted every layer fused, got {outcomes}"
+            assert outcomes == {"fused, backend kernel"}, f"wanted the kernel, got {outcomes}"
         return engine
 
     def batches(self, setup: Setup) -> Any:

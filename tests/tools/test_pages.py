@@ -21,21 +21,27 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_program_of_the_packages_page(tmp_path: Path) -> None:
-    (source,) = (text for text in blocks(PACKAGE / "README.md", "python") if "MoEConfig" in text)
-    program = tmp_path / "program.py"
-    program.write_text(source.replace("2048", "64"))  # fewer tokens, less time
+def on_two_ranks(program: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", str(program)),
         ],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        cwd=program.parent,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
     assert ran.returncode == 0, ran.stderr
+    return ran
+
+
+def test_the_program_of_the_packages_page(tmp_path: Path) -> None:
+    (source,) = (text for text in blocks(PACKAGE / "README.md", "python") if "MoEConfig" in text)
+    program = tmp_path / "program.py"
+    program.write_text(source.replace("2048", "64"))  # fewer tokens, less time
+    ran = on_two_ranks(program)
     for rank in range(2):
         said = rf"rank {rank} of 2: out \(64, 1024\), gradient norm of the router (\S+e-\d+)"
         (norm,) = re.findall(said, ran.stdout)
@@ -43,6 +49,13 @@ def test_the_program_of_the_packages_page(tmp_path: Path) -> None:
     assert "destroy_process_group" not in ran.stderr
 
 
-def test_the_configuration_of_the_deepspeed_page() -> None:
-    (text,) = blocks(PACKAGE / "adapters" / "deepspeed" / "README.md", "json")
-    assert read_settings(json.loads(text)).enabled
+def test_the_program_of_the_deepspeed_page(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    page = PACKAGE / "adapters" / "deepspeed" / "README.md"
+    (config,), (program,) = blocks(page, "json"), blocks(page, "python")
+    assert read_settings(json.loads(config)).enabled
+    (tmp_path / "ds_config.json").write_text(config)
+    (tmp_path / "program.py").write_text(program)
+    ran = on_two_ranks(tmp_path / "program.py", DS_ACCELERATOR="cpu")
+    assert ran.stdout.count("flashmoe: backend reference, 1 of 1 MoE layers\n") == 1
+    assert ran.stdout.count("{'moe': 'fused, backend reference'}") == 2

@@ -5,13 +5,13 @@ parameters, optimizer state and checkpoints are its own.
 """
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.utils import log_dist
 from torch import nn
 
 from flashmoe_megatron.adapters.deepspeed import autoep, native
@@ -34,13 +34,12 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
 from flashmoe_megatron.measured.calibration import Calibration
 from flashmoe_megatron.ranks import Ranks, check_alike
-from flashmoe_megatron.select import resolve_kind
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
 logger = logging.getLogger("flashmoe_megatron")
 
 FUSED = "fused"
-"""The word of a report for a layer that runs on flashmoe."""
+"""The word of a report for a layer that runs on flashmoe; its user learns the backend, too."""
 
 _STATE = "_flashmoe_state"
 """Attribute of an engine that has been attached to."""
@@ -131,13 +130,19 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         _watch(engine, settings, state, calibration, any_fused=any_fused)
     state.report = report
     setattr(engine, _STATE, state)
-    fused = sum(outcome == FUSED for outcome in report.values())
-    if fused:
-        dtypes = {info.dtype for info in infos.values()}
-        kinds = {resolve_kind(settings.backend, engine.device, dtype) for dtype in dtypes}
-        named = " and ".join(sorted(kinds))
-        log_dist(f"flashmoe: fused {fused} of {len(report)} MoE layers, backend {named}", ranks=[0])
-    return report
+    kinds = {
+        layer.name: layer.module.flashmoe.experts.backend.within.kind
+        for layer in _find_layers(engine.module)
+        if layer.is_fused
+    }
+    if fusing and dist.get_rank() == 0:
+        named = " and ".join(sorted(set(kinds.values())))
+        sys.stdout.write(f"flashmoe: backend {named}, {len(kinds)} of {len(report)} MoE layers\n")
+        sys.stdout.flush()
+    return {
+        name: f"{FUSED}, backend {kinds[name]}" if outcome == FUSED else outcome
+        for name, outcome in report.items()
+    }
 
 
 def _find_layers(model: nn.Module) -> Iterator[_Layer]:

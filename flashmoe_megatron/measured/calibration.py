@@ -74,14 +74,7 @@ class Entry:
         grads: Grads = "own",
         **measured: Any,
     ) -> "Entry":
-        """Returns the entry of a measured layer.
-
-        Args:
-            config: The layer's shape, on 2 ranks.
-            bounded: Whether there was a ``row_bound``.
-            keep: What forwards kept for their backwards.
-            grads: Where the weights' gradients went.
-            **measured: All other attributes.
+        """Returns the entry of a layer on 2 ranks; ``measured`` has the other attributes.
 
         Raises:
             ConfigError: The layer is not on 2 ranks, or the time is none.
@@ -246,10 +239,6 @@ def write_entries(path: str | Path, entries: Iterable[Entry]) -> None:
 
     So they are where the layer ran in another way: a file has one time for each layer, and a run
     that cannot tell how it runs takes that.
-
-    Args:
-        path: Where the file is, in a folder that exists.
-        entries: The measurements.
 
     Raises:
         ConfigError: A file is there that is not one of these, or it cannot be written.

@@ -48,14 +48,9 @@ class Clock:
     def factor(self, call: Work, call_s: float, other: Work, other_s: float, meet: Work) -> float:
         """Returns how many times as long a call takes while another runs concurrently.
 
-        A CPU does one after the other, so both take twice as long as alone.
-
-        Args:
-            call: Is timed on the current stream.
-            call_s: Its seconds alone.
-            other: Is repeated on another stream until all timed calls have ended.
-            other_s: Its seconds alone.
-            meet: Waits for ranks that begin late.
+        The other call is repeated on another stream until all timed calls have ended; both have
+        taken these seconds alone. ``meet`` waits for ranks that begin late. A CPU does one after
+        the other, so both take twice as long as alone.
         """
         if self.device.type != "cuda":
             return 2.0

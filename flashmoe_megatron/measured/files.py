@@ -40,9 +40,7 @@ class Kind:
     def read(self, path: Path, parse_constant: Callable[[str], Any] | None = None) -> Any:
         """Reads a file's JSON, which may be of another kind.
 
-        Args:
-            path: Where the file is.
-            parse_constant: Takes ``NaN`` and infinities, as in :func:`json.loads`.
+        ``parse_constant`` takes ``NaN`` and infinities, as in :func:`json.loads`.
 
         Raises:
             ConfigError: The file cannot be read, or is no JSON.

@@ -148,12 +148,9 @@ def write_fit(path: Path, fit: Fit) -> None:
 
 
 def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = None) -> Fit:
-    """Reads a file for a machine.
+    """Reads a file for this machine, or for the file's own if ``machine`` is ``None``.
 
-    Args:
-        path: Where the file is.
-        machine: This one, ``None`` for whichever the file is of.
-        dtype: The tokens', ``None`` if it is not known.
+    ``dtype`` is that of tokens, ``None`` if it is not known.
 
     Raises:
         ConfigError: It cannot be read, is not what it should be, or is of another machine or dtype.
@@ -206,13 +203,7 @@ def fit_line(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
 
     A time is taken to vary as a sum of independent ones does: its variance grows with it. Relative
     errors would give as much to a time of 40 us as to one of 700, which a schedule is made of.
-
-    Args:
-        sizes: At least two different ones, none negative.
-        times_s: Each one's, above 0.
-
-    Returns:
-        The line. Neither of its terms is negative.
+    There are two different sizes or more, and no time is 0. Neither term of the line is negative.
     """
     if len(set(sizes)) < 2 or len(sizes) != len(times_s) or min(times_s) <= 0:
         raise ValueError(f"sizes {sizes} and times {times_s}: wanted two sizes, times above 0")

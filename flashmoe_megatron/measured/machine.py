@@ -38,10 +38,8 @@ class Sizes:
     """The largest product, copy and exchange to measure.
 
     Attributes:
-        hidden: Width of rows.
         intermediate: Columns of a product.
         num_experts: Experts of a rank, which one grouped product computes.
-        rows: Most rows of a product or a copy.
         num_bytes: Most bytes of an exchange.
         points: How many sizes of each are timed, at even ratios.
         turns: How often each size is timed.

@@ -85,7 +85,6 @@ class SeparateBackend(Backend):
     sums over routes are in float32 (float64 if ``x`` is). Calls of one degree repeat their bits.
 
     Attributes:
-        config: The layer's shape.
         degrees: Parts in forward and in backward.
         hooks: Called before and after the stages of every call.
         slices: What is reduced in a backward's gaps, ``None`` for nothing.

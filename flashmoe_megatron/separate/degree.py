@@ -35,7 +35,6 @@ class Stage:
     """One step of every part.
 
     Attributes:
-        name: What it does.
         stream: Where it runs.
         alpha_s: Seconds that each part takes whatever its size.
         whole_s: Seconds that all parts take together in addition.
@@ -101,7 +100,6 @@ class Task:
     """One stage of one part.
 
     Attributes:
-        name: The stage's.
         part: From 0; -1 for a task that is not of a part.
         stream: Where it runs.
         queue: Tasks of one queue of a stream run in their order. A stream runs the lowest queue

@@ -110,11 +110,7 @@ class Hooks:
         return rows
 
     def probe(self, x: torch.Tensor, probs: torch.Tensor) -> None:
-        """Refuses hooks that change shapes, once for each kind of rows.
-
-        Args:
-            x: Tokens of a call.
-            probs: Their routing weights.
+        """Refuses hooks that change shapes of tokens or weights, once for each kind of rows.
 
         Raises:
             ShapeError: A hook returned what cannot take the rows' place.

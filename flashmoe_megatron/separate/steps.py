@@ -103,10 +103,8 @@ class Steps:
     def index_rows(self, received: torch.Tensor, num_rows: int, degree: int) -> Indices:
         """Finds where rows are in so many parts, and in one; the host does not wait.
 
-        Args:
-            received: ``[sources, experts]`` int64, the rows that have come from each.
-            num_rows: Their sum.
-            degree: The number of parts.
+        ``received`` is ``[sources, experts]`` int64, the rows that have come from each;
+        ``num_rows`` is their sum.
         """
         device = received.device
         bounds = received * torch.arange(degree + 1, device=device)[:, None, None] // degree
@@ -131,13 +129,7 @@ class Steps:
         return replace(found, rows=rows, whole=self.index_rows(received, num_rows, 1))
 
     def put_rows(self, target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copies rows to where they belong.
-
-        Args:
-            target: ``[all rows, width]``.
-            index: ``[num_rows]`` int64, each row's place in it, no two the same.
-            rows: ``[num_rows, width]`` in the target's dtype.
-        """
+        """Copies rows to their places in the target, which are int64 and all different."""
         target.index_copy_(0, index, rows)
 
     def add_part(
@@ -162,14 +154,9 @@ class Steps:
         return every
 
     def sum_routes(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """Each token's rows, summed in the dtype of sums by ascending expert.
+        """Sums each token's rows by ascending expert, with the place of :class:`Sorted`.
 
-        Args:
-            rows: ``[num_routes, hidden]``.
-            place: From :class:`Sorted`.
-
-        Returns:
-            ``[tokens, hidden]`` in the rows' dtype.
+        Sums are in their own dtype. Returns ``[tokens, hidden]`` in the rows' dtype.
         """
         if len(rows) < place.numel():
             place = place.clamp(max=len(rows))

@@ -57,12 +57,9 @@ class TensorGroup:
     ) -> Mark:
         """All-gathers rows concurrently with the current stream.
 
-        Args:
-            every: Is filled by rank, ``[sum of sizes, ...]``, of the current stream. It and
-                ``rows`` are kept by the caller until that has waited for the returned mark.
-            rows: This rank's.
-            sizes: The number of each rank's.
-            ready: When ``rows`` are complete; the returned mark is when ``every`` is.
+        ``every`` is ``[sum of sizes, ...]`` of the current stream, and is filled by rank. It and
+        this rank's ``rows``, complete by ``ready``, are kept by the caller until that stream has
+        waited for the returned mark.
 
         Raises:
             PeerTimeoutError: A rank is gone or did not come in time.
@@ -76,16 +73,11 @@ class TensorGroup:
     def reduce(
         self, out: torch.Tensor, rows: torch.Tensor, sizes: Sequence[int], ready: Mark
     ) -> Mark:
-        """Reduce-scatters rows concurrently with the current stream, summed in order of ranks.
+        """Sums in the order of ranks, and scatters, concurrently with the current stream.
 
-        Args:
-            out: Is filled, ``[sizes[rank], ...]``. It and ``rows`` are as in :meth:`gather`.
-            rows: Summands of all ranks' rows, by rank.
-            sizes: The number of each rank's.
-            ready: When ``rows`` are complete.
-
-        Returns:
-            When ``out`` is complete.
+        ``rows`` has the pieces of all ranks, of these ``sizes``, and is complete by ``ready``; this
+        rank's is summed up in ``out``. Both are kept as in :meth:`gather`, and the mark says when
+        ``out`` is complete.
 
         Raises:
             PeerTimeoutError: A rank is gone or did not come in time.
@@ -161,15 +153,10 @@ class Ways:
     def collect(
         self, x: torch.Tensor, token_idx: torch.Tensor, degree: int
     ) -> tuple[torch.Tensor, list[Mark]]:
-        """Begins to collect the rows of as many routes as there can be.
+        """Begins to collect the rows of as many routes as there can be, part after part.
 
-        Args:
-            x: The tokens.
-            token_idx: The token of each route, part after part; any token after the last route.
-            degree: The number of parts.
-
-        Returns:
-            The rows, and when those of each part are complete.
+        Where there are fewer routes, the last ones have any token. Returns the rows, and when those
+        of each part are complete.
         """
         rows = x.new_empty(len(token_idx), *x.shape[1:])
         ready = []
@@ -179,14 +166,10 @@ class Ways:
         return rows, ready
 
     def there(self, send: torch.Tensor, counts: Counts, sizes: Sizes, ready: Mark = None) -> Way:
-        """Begins to send rows to their experts.
+        """Begins to send the rows of a part to their experts, by these counts.
 
-        Args:
-            send: The rows.
-            counts: By which they travel.
-            sizes: The part's.
-            ready: When the rows are complete, by default on the current stream now. Since then it
-                may have used no memory that is free by now, where the rows would arrive too early.
+        Rows are complete by ``ready``, by default on the current stream now. Since then it may have
+        used no memory that is free by now, where the rows would arrive too early.
         """
         if not self._travels:
             return Way((), send, None, self._exchange)
@@ -213,13 +196,9 @@ class Ways:
         return self._exchange.room([_turned(counts) for counts in calls], like)
 
     def back(self, rows: torch.Tensor, counts: Counts, part: Part, slot: Slot | None) -> Way:
-        """Begins to send rows, by expert, back to where they came from by ``counts``.
+        """Begins to send a part's results back to where its rows came from by ``counts``.
 
-        Args:
-            rows: What experts have computed.
-            counts: By which the part came.
-            part: What these are.
-            slot: Where they come back to; ``None`` without any other rank.
+        Rows come back to ``slot``, which is ``None`` without any other rank.
         """
         send = rows = picked(rows, part.by_rank)
         if not self._travels:

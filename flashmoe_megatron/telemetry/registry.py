@@ -240,10 +240,5 @@ def choose_metrics(choice: str) -> frozenset[str]:
 
 
 def key_of(name: str, **values: object) -> str:
-    """Returns the name of a metric in loggers.
-
-    Args:
-        name: The metric's name.
-        **values: For what is in braces in its key.
-    """
+    """Returns the name of a metric in loggers; the values fill the braces of its key."""
     return PREFIX + find_metric(name).key.format(**values)

@@ -31,13 +31,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line of JSON for every report, in a file that grows.
+    """One line of JSON for every report, in a file that grows; its folder is made.
 
-    A line is complete once it is written, so a run that dies keeps all but the last report; a
-    run that resumes goes on in the same file, on a line of its own.
-
-    Args:
-        path: Where the file is; its folder is made.
+    A line is complete once it is written, so a run that dies keeps all but the last report; a run
+    that resumes goes on in the same file, on a line of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,11 +53,7 @@ class JsonLines:
 
 
 class WandbSink:
-    """A wandb run, with our steps as the axis of our charts.
-
-    Args:
-        run: The module ``wandb`` after ``init``, or a run of it.
-    """
+    """A wandb run, or the module after ``init``, with our steps as the axis of our charts."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -76,11 +69,7 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """A TensorBoard writer.
-
-    Args:
-        writer: ``torch.utils.tensorboard.SummaryWriter`` or its like.
-    """
+    """A writer such as ``torch.utils.tensorboard.SummaryWriter``."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -94,10 +83,7 @@ class TensorBoardSink:
 class Guarded:
     """Another sink, given up with one warning when it fails.
 
-    Args:
-        sink: Writes.
-        name: For the warning.
-        kept: Where the values are kept all the same, for the warning.
+    The warning has its name, and where values are ``kept`` all the same.
     """
 
     def __init__(self, sink: Sink, name: str, kept: str = "") -> None:

@@ -61,11 +61,7 @@ class LaunchTotals:
     """Sums over the launches of one layer and direction.
 
     Attributes:
-        launches: Their number.
-        duration_ns: Their time.
-        num_tokens: Tokens of the ranks that launched.
-        num_rows: Routed rows received.
-        tile_rows: Rows of the tiles that hold them.
+        tile_rows: Rows of the tiles that hold the received rows.
         flops: Operations of both projections of the routed rows; in backward, of both gradients.
         counted_launches: Launches whose traffic is known.
         sent_bytes: What crossed a link in them, counted where it arrived (dispatch) or left
@@ -202,7 +198,6 @@ class Totals:
     """The sums of one rank, or of all, since the last report.
 
     Args:
-        layout: Agreed by all ranks.
         places: This rank's own layers; without one, those of the layout.
 
     Attributes:

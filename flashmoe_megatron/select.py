@@ -34,7 +34,7 @@ _HOMES = {
     "reference": "flashmoe_megatron.separate.reference:ReferenceBackend",
     "degrees": "flashmoe_megatron.separate.degree:choose_degrees",
     "hosts": "flashmoe_megatron.hosts.backend:HostsBackend",
-    "rail": "flashmoe_megatron.hosts.rail:TorchRail",
+    "rail": "flashmoe_megatron.hosts.rail:Rail",
 }
 """Each backend and what it needs besides, which a program imports once it has chosen the backend.
 tools/check_layers.py reads these names as it reads imports."""

@@ -629,8 +629,8 @@ MUTATIONS = (
     Mutation(
         "records over hosts have ranks at wrong places",
         "take_records",
-        "grid.ranks_within.start",
-        "grid.host",
+        "(0,) * here.start",
+        "(0,) * self._rail.grid.host",
         "tests/unit/test_one_host.py::test_records_have_the_ranks_of_a_host_at_their_places",
     ),
     Mutation(

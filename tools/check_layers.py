@@ -61,7 +61,6 @@ KERNEL = [
     ["backend"],
 ]
 HOSTS = [
-    ["lookout"],
     ["grid", "routes"],
     ["rail"],
     ["crossing"],

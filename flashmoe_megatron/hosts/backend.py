@@ -92,7 +92,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class HostsBackend(Backend):
-    """Routed experts over hosts; implements :class:`~flashmoe_megatron.call.Backend`.
+    """Routed experts over hosts.
 
     Without a row bound, sizes follow the counts that every forward exchanges first: the host waits
     for them once, and every rank learns of a refusal. With one, all tokens go to all hosts, every
@@ -100,15 +100,22 @@ class HostsBackend(Backend):
 
     Shares of a token are summed in float32 (float64 if ``x`` is), in the order of hosts.
 
+    Making it makes the backend within the host, which is collective over the host's ranks.
+
     Args:
-        config: The layer's shape.
+        config: The layer's shape, for all hosts together.
         rail: Carries what passes between hosts.
-        make_within: Makes the backend within the host.
+        make_within: Makes a backend within the host.
+        device: Where tokens will be, by default the CPU.
         options: How the layer runs.
 
     Attributes:
         unfollowed: The ranks that have no backward of the last forward. Where the host does not
             wait for the counts, these are of this host alone.
+
+    Raises:
+        ConfigError: The grid has not ``config.num_ranks`` ranks, or the backend within the host
+            cannot honour its part.
     """
 
     def __init__(
@@ -120,19 +127,6 @@ class HostsBackend(Backend):
         device: torch.device | None = None,
         options: BackendOptions | None = None,
     ) -> None:
-        """Makes the backend within the host, which is collective over the host's ranks.
-
-        Args:
-            config: The layer's shape, for all hosts together.
-            rail: Carries what passes between hosts.
-            make_within: Makes a backend within the host.
-            device: Where tokens will be, by default the CPU.
-            options: How the layer runs.
-
-        Raises:
-            ConfigError: The grid has not ``config.num_ranks`` ranks, or the backend within the
-                host cannot honour its part.
-        """
         grid = rail.grid
         num_ranks = grid.num_hosts * grid.ranks_per_host
         if num_ranks != config.num_ranks:
@@ -237,12 +231,10 @@ class HostsBackend(Backend):
 
         Their tokens are those of all hosts that have come to this rank.
         """
-        grid = self._rail.grid
-        before = (0,) * grid.ranks_within.start
-        behind = (0,) * (self.config.num_ranks - grid.ranks_within.stop)
+        here, num_ranks = self._rail.grid.ranks_within, self.config.num_ranks
 
         def placed(rows: tuple[int, ...]) -> tuple[int, ...]:
-            return (*before, *rows, *behind) if rows else rows
+            return (0,) * here.start + rows + (0,) * (num_ranks - here.stop) if rows else rows
 
         return [
             dataclasses.replace(
@@ -361,7 +353,7 @@ class HostsBackend(Backend):
             legs: The ways; each one's launches begin when its rows are there.
             arriving: The rows of each, which are under way.
             launch: Makes rows and, in backward, routes' gradients of a leg's number and rows.
-            dtype_of_routes: Theirs, if any come back.
+            dtype_of_routes: The dtype of these gradients, without which none come back.
 
         Returns:
             Sums of the rows, and the gradients of choices.
@@ -404,8 +396,8 @@ class HostsBackend(Backend):
         """
         self.num_calls += 1
         if self._host_reads:
-            self._gather(self._words(is_refused=True))
-            self._hear(reason)
+            self._rail.gather(self._words(is_refused=True)).tolist()
+            self._rail.ranks.first_error(reason)
             return
         none = torch.empty(0, self.config.topk, device=self._device)
         legs = [self._fixed(Choices(none.int(), none, none.bool().any(1), 0, True, none.dtype))]
@@ -422,7 +414,7 @@ class HostsBackend(Backend):
         self._there_and_back(legs, [out for out, _ in begun], launch)
 
     def raise_pending_fault(self) -> None:
-        """Raises what a launch within this host has found wrong; see the base class."""
+        """Raises the error of a launch within this host; see the base class."""
         for one in self._distinct():
             one.raise_pending_fault()
 
@@ -431,9 +423,7 @@ class HostsBackend(Backend):
         return None if self._last is None else self._last.early_fc2_grads()
 
     def _cross(
-        self,
-        choices: Choices,
-        given: Given,
+        self, choices: Choices, given: Given
     ) -> tuple[list[ExactCrossing] | list[FixedCrossing], list[int]]:
         """How the tokens cross, and the most tokens of any rank on each leg. Collective.
 
@@ -450,10 +440,13 @@ class HostsBackend(Backend):
             words = self._words(is_refused=choices.is_bad.any())
             words[1].fill_(len(leaves) if given.followed else len(leaves) + UNFOLLOWED)
             words[2:] = leaves.sum(0)
-            everyone = self._gather(words)
+            everyone = self._rail.gather(words).tolist()  # the host waits for them
             if any(words[0] for words in everyone):
                 problem = routing_problem(self.config, given.probs, given.routing_map)
-                raise self._hear(None if problem is None else reason_of(RoutingError(problem)))
+                reason = None if problem is None else reason_of(RoutingError(problem))
+                error = self._rail.ranks.first_error(reason)
+                assert error is not None
+                raise error
             self.unfollowed = unfollowed_ranks([words[1] for words in everyone])
         if self._is_fixed:
             return [self._fixed(choices)], self._fixed_needs()
@@ -468,9 +461,10 @@ class HostsBackend(Backend):
             experts_per_host=self._experts_per_host,
             remote_legs=self._remote_legs,
         )
+        step, num_ranks = grid.ranks_per_host, self.config.num_ranks
         arriving = [
-            [leaving[other][rank // grid.ranks_per_host] for other in self._rail_of(rank)]
-            for rank in range(self.config.num_ranks)
+            [leaving[other][rank // step] for other in range(rank % step, num_ranks, step)]
+            for rank in range(num_ranks)
         ]
         if not self._remote_legs:
             return legs, [max(one + sum(more) for one, more in zip(own, arriving, strict=True))]
@@ -483,10 +477,6 @@ class HostsBackend(Backend):
 
     def _fixed_needs(self) -> list[int]:
         return [self._rail.grid.num_hosts * self.config.max_tokens]
-
-    def _rail_of(self, rank: int) -> range:
-        step = self._rail.grid.ranks_per_host
-        return range(rank % step, self.config.num_ranks, step)
 
     def _fixed(self, choices: Choices) -> FixedCrossing:
         grid = self._rail.grid
@@ -503,22 +493,10 @@ class HostsBackend(Backend):
 
         A rank that has no backward of the call adds :data:`UNFOLLOWED` to its tokens.
         """
-        count = 2 + self._rail.grid.num_hosts
-        words = torch.zeros(count, dtype=torch.int64, device=self._device)
+        words = torch.zeros(2 + self._rail.grid.num_hosts, dtype=torch.int64, device=self._device)
         # Assigning a number to one element copies it from the host, which waits for the GPU.
         words[0].fill_(is_refused)
         return words
-
-    def _gather(self, words: torch.Tensor) -> list[list[int]]:
-        """Every rank's words; the host waits for them. Collective over the group."""
-        told: list[list[int]] = self._rail.gather(words).tolist()
-        return told
-
-    def _hear(self, own: str | None) -> FlashMoEError:
-        """Returns the error of the first rank that refuses this call. Collective over the group."""
-        told = self._rail.ranks.first_error(own)
-        assert told is not None
-        return told
 
     def _on_this_host(self, error: Exception) -> Exception:
         """The error with the host whose ranks its message counts."""

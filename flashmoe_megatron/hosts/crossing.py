@@ -20,6 +20,20 @@ Later = Callable[[], _Result]
 """Waits for an exchange that is under way, and returns its result."""
 
 
+def _after(wait: Callable[[], object], make: Callable[[], _Result]) -> Later[_Result]:
+    """Makes a result once an exchange has ended."""
+
+    def later() -> _Result:
+        wait()
+        return make()
+
+    return later
+
+
+def _nothing() -> None:
+    """Does not wait: the result is here."""
+
+
 @dataclass(frozen=True)
 class Share:
     """A host's results for tokens.
@@ -85,9 +99,7 @@ def parted(count: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ExactCrossing:
-    """Rows of one or several launches: own tokens, tokens of other hosts, or both.
-
-    Own tokens come first, then the others in the order of hosts.
+    """Rows of launches: own tokens first, then tokens of other hosts in their order, or one kind.
 
     Attributes:
         leaving: The tokens that leave in all launches of the call.
@@ -192,19 +204,12 @@ class ExactCrossing:
         if self.has_own:
             packed[: self.num_own] = self.leaving.own_routes.packed()
         dtype = self.leaving.choices.weights.dtype
-
-        def later() -> tuple[torch.Tensor, torch.Tensor]:
-            wait()
-            return LocalRoutes.unpacked(packed, dtype)
-
-        return later
+        return _after(wait, lambda: LocalRoutes.unpacked(packed, dtype))
 
     def out(self, rail: Rail, own: torch.Tensor) -> Later[torch.Tensor]:
         """All rows of these launches. Collective over the rail.
 
-        Args:
-            rail: Carries them.
-            own: ``[num_tokens, hidden]``.
+        This rank's own tokens are ``[num_tokens, hidden]``.
         """
         if self.is_local:
             return lambda: own
@@ -212,12 +217,7 @@ class ExactCrossing:
         arriving = rows[self.num_own :]
         wait = rail.exchange(own[self.tokens], arriving, self.sent, self.received, is_rows=True)
         rows[: self.num_own] = own[: self.num_own]
-
-        def later() -> torch.Tensor:
-            wait()
-            return rows
-
-        return later
+        return _after(wait, lambda: rows)
 
     def back(self, rail: Rail, rows: torch.Tensor) -> list[Share]:
         """Returns hosts' results for this rank's tokens, under way. Collective over the rail."""
@@ -237,17 +237,13 @@ class ExactCrossing:
     def grads_of_choices(self, rail: Rail, grads: torch.Tensor, topk: int) -> Later[torch.Tensor]:
         """The gradients of choices, ``[num_tokens, topk]``. Collective over the rail.
 
-        Args:
-            rail: Carries them.
-            grads: ``[num_rows, width]``, of all rows' routes.
-            topk: Choices of a token.
+        ``grads`` has those of all rows' routes, ``[num_rows, width]``.
         """
         if self.is_local:
             return lambda: self.leaving.own_routes.of_choices(grads, topk)
         own, returned, wait = self._return(rail, grads, is_rows=False)
 
-        def later() -> torch.Tensor:
-            wait()
+        def sums() -> torch.Tensor:
             if self.has_own:
                 total = self.leaving.own_routes.of_choices(own, topk)
             else:
@@ -255,7 +251,7 @@ class ExactCrossing:
             # A choice lies on one host: every other addition is of zero.
             return total.index_add_(0, self.tokens, self.sent_routes.of_choices(returned, topk))
 
-        return later
+        return _after(wait, sums)
 
     def _return(
         self, rail: Rail, rows: torch.Tensor, *, is_rows: bool
@@ -264,10 +260,6 @@ class ExactCrossing:
         returned = rows.new_empty(sum(self.sent), *rows.shape[1:])
         wait = rail.exchange(made, returned, self.received, self.sent, is_rows=is_rows)
         return own, returned, wait
-
-
-def _nothing() -> None:
-    """Does not wait: the result is here."""
 
 
 @dataclass(frozen=True)
@@ -309,12 +301,8 @@ class FixedCrossing:
     def routes(self, rail: Rail) -> Later[tuple[torch.Tensor, torch.Tensor]]:
         """Experts and weights of all rows, ``[num_rows, width]``. Collective over the rail."""
         packed, wait = self._return(rail, self.sent_routes.packed().flatten(0, 1), is_rows=False)
-
-        def later() -> tuple[torch.Tensor, torch.Tensor]:
-            wait()
-            return LocalRoutes.unpacked(packed, self.sent_routes.weights.dtype)
-
-        return later
+        dtype = self.sent_routes.weights.dtype
+        return _after(wait, lambda: LocalRoutes.unpacked(packed, dtype))
 
     def out(self, rail: Rail, own: torch.Tensor) -> Later[torch.Tensor]:
         """All rows of this rank's launches; see :meth:`ExactCrossing.out`."""
@@ -335,13 +323,12 @@ class FixedCrossing:
         """The gradients of all choices; see :meth:`ExactCrossing.grads_of_choices`."""
         returned, wait = self._return(rail, grads, is_rows=False)
 
-        def later() -> torch.Tensor:
-            wait()
+        def sums() -> torch.Tensor:
             by_host = returned.view(rail.grid.num_hosts, self.most, grads.shape[1])
             # A choice lies on one host: the others' are zero.
             return self.sent_routes.of_choices(by_host, topk).sum(0)[: self.num_tokens]
 
-        return later
+        return _after(wait, sums)
 
     def _return(
         self, rail: Rail, rows: torch.Tensor, *, is_rows: bool
@@ -359,10 +346,7 @@ def sum_of_shares(shares: Iterable[Share], num_tokens: int) -> torch.Tensor:
     """Adds the hosts' shares of every token in the order of hosts, rounded once.
 
     Each is waited for when its turn comes, so that earlier ones are added while it is under way.
-
-    Args:
-        shares: At least one; those of one host are of distinct tokens.
-        num_tokens: This rank's.
+    Shares of one host are of distinct tokens of this rank's ``num_tokens``.
     """
     ordered = sorted(shares, key=lambda share: share.host)
     like = ordered[0].rows

@@ -21,12 +21,13 @@ from torch.distributed import distributed_c10d
 from flashmoe_megatron.config import MAX_HOSTS, MAX_RANKS
 from flashmoe_megatron.ending import EndsWithGroup, destroy_own, ends_with
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.lookout import GRACE_S
 from flashmoe_megatron.ranks import OfGroup, Ranks
 
 HOST_VARIABLE = "FLASHMOE_HOST_ID"
 """Environment variable that names this process's host, in place of the machine's own name: GPUs
 that share no memory by NVLink are hosts of their own, whatever machine they are in."""
+GRACE_S = 2.0
+"""By so much NCCL's watchdog, which ends the process, is later than a timeout that the log says."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -120,38 +121,32 @@ class HostGroups(OfGroup, EndsWithGroup):
 
     They are destroyed with that group.
 
+    Making it is collective over the group.
+
+    Args:
+        group: The expert-parallel group, ``whole`` as an attribute.
+        grid: Its grid.
+        timeout: Seconds that an exchange waits for a rank.
+        max_ctas: Most CTAs of one of NCCL's exchanges between hosts; ``None`` for NCCL's own
+            choice.
+
     Attributes:
-        grid: The grid.
-        whole: The expert-parallel group.
         within: The ranks of this host, ``None`` if it has one.
         rail: The ranks of this place, by host.
-        timeout: Seconds that an exchange waits for a rank.
+
+    Raises:
+        ConfigError: The group's ranks are not ascending.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, grid: HostGrid, *, timeout: float, max_ctas: int | None
     ) -> None:
-        """Makes the groups. Collective over the group.
-
-        Args:
-            group: The expert-parallel group.
-            grid: Its grid.
-            timeout: Seconds that an exchange waits for a rank.
-            max_ctas: Most CTAs of one of NCCL's exchanges between hosts; ``None`` for NCCL's own
-                choice.
-
-        Raises:
-            ConfigError: The group's ranks are not ascending.
-        """
         ranks = dist.get_process_group_ranks(group)
         if ranks != sorted(ranks):
             raise ConfigError(f"the expert-parallel group has ranks {ranks}, wanted ascending ones")
-        self.grid = grid
-        self.whole = group
-        self.timeout = timeout
+        self.whole, self.grid, self.timeout = group, grid, timeout
         self.within: dist.ProcessGroup | None = None
         backend = dist.get_backend_config(group)
-        # NCCL's watchdog ends the process, and is to be later than who says why.
         grace = GRACE_S if "nccl" in backend else 0
         limit = datetime.timedelta(seconds=max(timeout, 1e-3) + grace)
         unique = Ranks(group).next_name()
@@ -171,19 +166,23 @@ class HostGroups(OfGroup, EndsWithGroup):
 
         if grid.ranks_per_host > 1:
             self.within = make(f"host {grid.host}", grid.ranks_within)
-        options = _nccl_options(backend, max_ctas, limit)
+        options: Any = None
+        if max_ctas is not None and "nccl" in backend:  # which then takes few multiprocessors
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+            options._timeout = limit
         self.rail = make(f"rail {grid.place}", grid.ranks_of_rail, options)
         ends_with(group, self)
 
     def leave(self) -> None:
-        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`: there is nothing to leave."""
+        """See the base class: there is nothing to leave."""
 
     def is_left(self) -> bool:
-        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`: what groups have ends with them."""
+        """See the base class: what groups have ends with them."""
         return True
 
     def free(self) -> None:
-        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        """See the base class."""
         destroy_own(self.within)
         destroy_own(self.rail)
 
@@ -199,16 +198,6 @@ def host_groups(
         max_ctas,
         make=lambda: HostGroups(group, grid, timeout=timeout, max_ctas=max_ctas),
     )
-
-
-def _nccl_options(backend: str, max_ctas: int | None, limit: datetime.timedelta) -> Any:
-    """Options of an NCCL group that takes few multiprocessors; ``None`` where nothing is asked."""
-    if max_ctas is None or "nccl" not in backend:
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    options._timeout = limit
-    return options
 
 
 @contextlib.contextmanager

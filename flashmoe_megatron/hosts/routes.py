@@ -33,13 +33,7 @@ class Choices:
 
     @classmethod
     def of(cls, config: MoEConfig, probs: torch.Tensor, routing_map: torch.Tensor) -> "Choices":
-        """Reads either form; waits for no device.
-
-        Args:
-            config: The layer's shape.
-            probs: What a backend's forward takes.
-            routing_map: Likewise.
-        """
+        """Reads either form that a backend's forward takes; waits for no device."""
         wide = torch.float64 if probs.dtype == torch.float64 else torch.float32
         is_map = routing_map.dtype == torch.bool
         weights = probs.to(wide)
@@ -62,10 +56,9 @@ class Choices:
         return cls(experts, weights, is_bad, probs.shape[1], is_map, probs.dtype)
 
     def gradient(self, of_choices: torch.Tensor) -> torch.Tensor:
-        """The gradient of the probabilities, in their form and dtype.
+        """The gradient of the probabilities, in their form and dtype, from that of choices.
 
-        Args:
-            of_choices: ``[num_tokens, topk]``, 0 where there is no choice.
+        The latter is ``[num_tokens, topk]``, 0 where there is no choice.
         """
         if not self.is_map:
             return of_choices[:, : self.num_columns].to(self.dtype).contiguous()
@@ -155,12 +148,7 @@ class LocalRoutes:
         return experts.contiguous(), bits.contiguous().view(dtype)
 
     def of_choices(self, grads: torch.Tensor, topk: int) -> torch.Tensor:
-        """Gradients of the routes as those of the tokens' choices, ``[..., topk]``.
-
-        Args:
-            grads: ``[..., width]``.
-            topk: Choices of a token.
-        """
+        """Gradients of the routes, ``[..., width]``, as those of choices, ``[..., topk]``."""
         grads = torch.where(self.experts >= 0, grads, 0)
         if self.order is None:
             return grads

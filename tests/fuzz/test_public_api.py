@@ -39,7 +39,7 @@ from flashmoe_megatron import (
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
-from flashmoe_megatron.hosts.rail import TorchRail
+from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.oracle import assert_close, moe_reference
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from tests.fuzz import tensors
@@ -73,7 +73,7 @@ def backends() -> Iterator[list[Backend]]:
         yield [
             ReferenceBackend(CONFIG),
             ScheduledBackend(CONFIG, degrees=(2, 3)),
-            HostsBackend(CONFIG, TorchRail(groups), lambda part, _: ReferenceBackend(part)),
+            HostsBackend(CONFIG, Rail(groups), lambda part, _: ReferenceBackend(part)),
         ]
     finally:
         dist.destroy_process_group()

@@ -14,7 +14,6 @@ import torch
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.hosts.rail import Crossed, Stopwatch, count_crossed
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import Ranks, Value
@@ -34,6 +33,7 @@ from tests.gpu.virtual import (
     streams,
 )
 from tests.unit import cases
+from tests.unit.rails import LocalRail
 
 PATIENCE_S = 60.0
 _Result = TypeVar("_Result")
@@ -71,14 +71,11 @@ class LocalRanks(Ranks):
         return [given[rank] for rank in range(self.num_ranks)]
 
 
-class LocalRail:
-    """A rail within one process; every exchange is one of the whole grid."""
+class SwitchedRail(LocalRail):
+    """A rail whose every exchange is one of the whole grid."""
 
     def __init__(self, grid: HostGrid, board: Switchboard) -> None:
-        self.grid = grid
-        self.ranks = LocalRanks(grid, board)
-        self.crossed = Crossed()
-        self.watch = Stopwatch(self.crossed)
+        super().__init__(grid, LocalRanks(grid, board))
         self._board = board
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
@@ -94,7 +91,7 @@ class LocalRail:
         is_rows: bool,
     ) -> Callable[[], None]:
         leaving = sum(send_counts) - send_counts[self.grid.host]
-        count_crossed(self.crossed, leaving, send, is_rows=is_rows)
+        self.crossed.add(leaving, send, is_rows=is_rows)
         parts = torch.split(send, list(send_counts))
 
         def take(given: dict[int, Any]) -> None:
@@ -106,7 +103,7 @@ class LocalRail:
         return lambda: None
 
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
-        count_crossed(self.crossed, len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
+        self.crossed.add(len(send) * (self.grid.num_hosts - 1), send, is_rows=True)
 
         def take(given: dict[int, Any]) -> None:
             targets = torch.chunk(received, self.grid.num_hosts)
@@ -190,7 +187,9 @@ class VirtualHosts:
                 return backend
 
             self.backends.append(
-                HostsBackend(config, LocalRail(grid, board), make, device=device(), options=chosen)
+                HostsBackend(
+                    config, SwitchedRail(grid, board), make, device=device(), options=chosen
+                )
             )
         self._board = board
 
@@ -259,26 +258,11 @@ class VirtualHosts:
         return steps.collect(out, grad_x, grad_probs, fc1, fc2, transposed=weights[0].transposed)
 
 
-class MirrorRanks(Ranks):
-    """This rank and another one that never has an error."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.rank, self.num_ranks = 0, 2
-
-    def gather(self, value: Value) -> list[Value]:
-        of_other: Any = (None, None) if isinstance(value, tuple) else None
-        return [value, of_other]
-
-
-class MirrorRail:
+class MirrorRail(LocalRail):
     """A rail to one host that sends and asks what this one does: both ways in one process."""
 
     def __init__(self) -> None:
-        self.grid = HostGrid(2, 1, 0)
-        self.ranks = MirrorRanks()
-        self.crossed = Crossed()
-        self.watch = Stopwatch(self.crossed)
+        super().__init__(HostGrid(2, 1, 0))
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         status, tokens, _, leaving = words.unbind()
@@ -295,12 +279,12 @@ class MirrorRail:
         is_rows: bool,
     ) -> Callable[[], None]:
         assert list(send_counts) == list(receive_counts)
-        count_crossed(self.crossed, send_counts[1], send, is_rows=is_rows)
+        self.crossed.add(send_counts[1], send, is_rows=is_rows)
         received.copy_(send)
         return lambda: None
 
     def spread(self, send: torch.Tensor, received: torch.Tensor) -> None:
-        count_crossed(self.crossed, len(send), send, is_rows=True)
+        self.crossed.add(len(send), send, is_rows=True)
         received[: len(send)] = send
         received[len(send) :] = send
 
@@ -327,9 +311,7 @@ class ThrottledRail(MirrorRail):
         self,
         send: torch.Tensor,
         received: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
+        *counts: Sequence[int],
         is_rows: bool,
     ) -> Callable[[], None]:
         before = self.crossed.bytes
@@ -338,7 +320,7 @@ class ThrottledRail(MirrorRail):
         begin.record(self._stream)
         self._copies.wait_stream(self._stream)
         with torch.cuda.stream(self._copies):
-            super().exchange(send, received, send_counts, receive_counts, is_rows=is_rows)
+            super().exchange(send, received, *counts, is_rows=is_rows)
         sent = self.crossed.bytes - before
         with torch.cuda.stream(self._stream):
             self._wait(sent * self.us_per_byte)

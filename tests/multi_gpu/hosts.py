@@ -37,7 +37,7 @@ from flashmoe_megatron.config import DEFAULT_RESERVED_SMS, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, host_groups
-from flashmoe_megatron.hosts.rail import TorchRail
+from flashmoe_megatron.hosts.rail import Rail
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
@@ -101,7 +101,7 @@ def as_with_overlap(world: World, config: MoEConfig) -> HostsBackend:
     def make(part: MoEConfig, within: BackendOptions) -> Backend:
         return KernelBackend(part, groups.within, world.device, options=within)
 
-    return HostsBackend(config, TorchRail(groups), make, device=world.device, options=options)
+    return HostsBackend(config, Rail(groups), make, device=world.device, options=options)
 
 
 def check_overlap(world: World, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -22,8 +22,7 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError, HeapError, Shap
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.crossing import Share, sum_of_shares
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
-from flashmoe_megatron.hosts.lookout import Lookout
-from flashmoe_megatron.hosts.rail import Crossed
+from flashmoe_megatron.hosts.rail import Crossed, Lookout
 from flashmoe_megatron.layer import moe_router_forward
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
@@ -618,7 +617,7 @@ def test_an_exchange_that_no_host_waits_for(
         elif result is not None:
             future.set_result(result)
     deadline = time.monotonic() + 60
-    while not (caplog.records if said else not lookout.num_expected):
+    while not (caplog.records if said else not lookout._expected):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     messages = [record.getMessage() for record in caplog.records]

@@ -1,6 +1,6 @@
 """One host of several, whose others are made up: what processes that are hosts do not show."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,28 +19,16 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.hosts.rail import MOST_PENDING, Crossed, Stopwatch
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.options import BackendOptions
-from flashmoe_megatron.ranks import Ranks, Value
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
+from tests.unit.rails import LocalRail
 
 CPU = torch.device("cpu")
 CONFIG = cases.make_config(num_ranks=2, num_experts=8, topk=4, max_tokens=128)
 
 
-class MadeUpRanks(Ranks):
-    """Ranks of which only this one ever has an error."""
-
-    def __init__(self, grid: HostGrid) -> None:
-        super().__init__(None)
-        self.rank, self.num_ranks = grid.rank, grid.num_hosts * grid.ranks_per_host
-
-    def gather(self, value: Value) -> list[Value]:
-        of_others: Any = (None, None) if isinstance(value, tuple) else None
-        return [value if rank == self.rank else of_others for rank in range(self.num_ranks)]
-
-
-class MadeUp:
+class MadeUp(LocalRail):
     """A rail whose other hosts have no tokens, and refuse nothing.
 
     Attributes:
@@ -49,13 +37,9 @@ class MadeUp:
     """
 
     def __init__(self, grid: HostGrid) -> None:
-        self.grid = grid
-        self.ranks = MadeUpRanks(grid)
-        self.crossed = Crossed()
-        self.watch = Stopwatch(self.crossed)
+        super().__init__(grid)
         self.spread_dtypes: list[torch.dtype] = []
         self.is_lost = False
-        self._told: str | None = None
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
         num_ranks = self.grid.num_hosts * self.grid.ranks_per_host
@@ -63,15 +47,7 @@ class MadeUp:
         told[self.grid.rank] = words
         return told
 
-    def exchange(
-        self,
-        send: torch.Tensor,
-        received: torch.Tensor,
-        send_counts: Sequence[int],
-        receive_counts: Sequence[int],
-        *,
-        is_rows: bool,
-    ) -> Callable[[], None]:
+    def exchange(self, send: torch.Tensor, received: torch.Tensor, *_: Any, **__: Any) -> Any:
         if self.is_lost:
             raise PeerTimeoutError("the other hosts have gone")
         received.zero_()

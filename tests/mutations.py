@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "ranks decide apart whether links are faster",
         "is_won",
-        "greatest(self._control.gather(own))",
+        "greatest(self._ranks.gather(own))",
         "own",
         "tests/unit/test_trials.py::test_links_have_to_win_by_a_margin_on_the_slowest_rank",
     ),
@@ -523,7 +523,7 @@ MUTATIONS = (
     Mutation(
         "the watch takes a copy that has only been offered for one that has arrived",
         "is_over",
-        "self._link.has_arrived(self._count)",
+        "self.link.has_arrived(self.number)",
         "self.has_begun()",
         "tests/unit/test_rings.py::test_a_peer_that_stays_away_is_named",
     ),

@@ -67,12 +67,12 @@ HOSTS = [
     ["backend"],
 ]
 MULTIPATH = [
-    ["balancer", "queues", "shared", "sums"],
-    ["board", "control", "links", "simulated", "thread_queues"],
-    ["gpu_queues", "group_link", "inbox", "mapped", "trials", "watch"],
-    ["ring", "times"],
-    ["peer_copies", "transfers"],
-    ["arena", "choose", "comparison"],
+    ["balancer", "queues"],
+    ["links", "memory"],
+    ["board", "reductions", "thread_queues", "trials"],
+    ["ring", "transfers"],
+    ["peer_copies"],
+    ["choose"],
     ["multipath"],
 ]
 SEPARATE = [
@@ -155,7 +155,7 @@ EXCHANGES = {
     "bench/unfused.py",
     "data_parallel.py",  # experts and their gradients between replicas
     "hosts/rail.py",
-    "multipath/group_link.py",
+    "multipath/links.py",
     "multipath/multipath.py",  # what is too small for several links
     "measured/machine.py",  # times these collectives
     "separate/agreement.py",

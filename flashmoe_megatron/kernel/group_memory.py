@@ -17,10 +17,9 @@ from flashmoe_megatron.kernel.captured import Captured
 from flashmoe_megatron.kernel.early_fc2 import EarlyFc2
 from flashmoe_megatron.kernel.memory import SLOT_BYTES
 from flashmoe_megatron.kernel.records import launch_record
-from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import least_rows_of
-from flashmoe_megatron.ranks import Ranks
+from flashmoe_megatron.ranks import Ranks, StoreRanks
 from flashmoe_megatron.telemetry.record import LaunchRecord
 
 logger = logging.getLogger("flashmoe_megatron")
@@ -87,7 +86,7 @@ class GroupMemory(EndsWithGroup):
         self._stream_ahead: torch.cuda.Stream | None = None
         self.settled_for: object = None
         """The forward whose replicas the last launch has settled on, if it has."""
-        self._control: Control | None = None
+        self._ranks: StoreRanks | None = None
         self._is_over = False
         ends_with(group, self)
 
@@ -126,8 +125,9 @@ class GroupMemory(EndsWithGroup):
         ranks.check_same(
             {"the symmetric heap's bounds": self.bounds, "the symmetric heap's bytes": heap_bytes}
         )
-        if self._control is None and ranks.num_ranks > 1:
-            self._control = Control(self.group, self.options.timeout)
+        if self._ranks is None and ranks.num_ranks > 1:
+            assert self.group is not None
+            self._ranks = StoreRanks(self.group, self.options.timeout, purpose="heap")
         workspace_bytes = max(int(sizes.workspace_bytes), self._workspace_bytes)
         torch.cuda.synchronize(self.device)
         if self.captured.has_heap:
@@ -185,15 +185,15 @@ class GroupMemory(EndsWithGroup):
                 torch.cuda.synchronize(self.device)
         finally:
             self._groups.clear()
-            if self._control is not None:
-                self._control.leave()
+            if self._ranks is not None:
+                self._ranks.leave()
 
     def is_left(self) -> bool:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`.
 
         No rank waits for ranks of a group in which some have given up on others.
         """
-        return self.is_void or self.has_fault or self._control is None or self._control.is_left()
+        return self.is_void or self.has_fault or self._ranks is None or self._ranks.is_left()
 
     def free(self) -> None:
         """See :class:`~flashmoe_megatron.ending.EndsWithGroup`.

@@ -66,12 +66,9 @@ _RETRY_WINDOWS = 50
 
 @dataclass(frozen=True)
 class LinkModel:
-    """The speed of a link, as far as it is known.
+    """The speed of a link: seconds before a transfer's first byte, and bytes per second then.
 
-    Attributes:
-        latency: Seconds that a transfer takes before its first byte counts.
-        rate: Bytes per second from then on.
-        chunk: Bytes that it moves at once if it carries a whole transfer.
+    It moves ``chunk`` bytes at once if it carries a whole transfer.
     """
 
     latency: float
@@ -94,12 +91,7 @@ _NEVER = LinkModel(math.inf, 1.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """One transfer of stage one.
-
-    Attributes:
-        shares: What each link carried, in sum 1.
-        seconds: How long each link took; 0 for a link that carried nothing.
-    """
+    """A transfer of stage one: the links' shares, in sum 1, and their seconds, 0 without bytes."""
 
     shares: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -128,14 +120,9 @@ def size_class(nbytes: int) -> int:
 
 
 def shares_of(models: Sequence[LinkModel], nbytes: int) -> tuple[float, ...]:
-    """Returns shares that let all links end together, if each is as its model says.
+    """Returns a share of so many bytes for each link, 0 for links that are better left out.
 
-    Args:
-        models: The links.
-        nbytes: Bytes of the transfer.
-
-    Returns:
-        A share for each link, 0 for links that are better left out.
+    All links end together, if each is as its model says.
     """
     chosen = range(len(models))
     while True:
@@ -158,12 +145,7 @@ def chunks_of(models: Sequence[LinkModel], shares: Sequence[float]) -> list[int]
 
 
 def cut(shares: Sequence[float], nbytes: int) -> list[int]:
-    """How many bytes each link carries: multiples of :data:`GRAIN`, but for the last of all.
-
-    Args:
-        shares: In sum 1.
-        nbytes: Bytes of the transfer.
-    """
+    """How many bytes each link carries: multiples of :data:`GRAIN`, but for the last of all."""
     bounds, total = [0], 0.0
     for share in shares:
         total += share

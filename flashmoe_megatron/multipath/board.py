@@ -1,6 +1,7 @@
-"""The counters of rings and the notices of ranks, in host memory that all of them share.
+"""The counters, messages and failures of ranks that share a host, and the watch over them.
 
-Every rank owns one segment, which the others map. It begins with the ranks' messages to each other:
+Every rank owns one segment of host memory, which the others map. It begins with the ranks' messages
+to each other:
 
 - for each peer and lane a word FULL, the chunks that the peer has sent, and a word FREE, the chunks
   of it that this rank has taken out of the ring again; both count modulo 2**32;
@@ -10,15 +11,19 @@ Every rank owns one segment, which the others map. It begins with the ranks' mes
 - the last exchanges that the rank has begun, so that a peer sees that it has begun another one;
 - why the rank's links have failed, once they have, and the factor of received data: 1, then NaN.
 
-What follows is the link's own.
+What follows is the link's own. A thread of each link watches words that its streams wait for.
 """
 
 import functools
 import math
 import struct
+import threading
+import time
+from collections import deque
+from typing import Any
 
-from flashmoe_megatron.errors import LinkError, ShapeError
-from flashmoe_megatron.multipath.shared import SharedMemory
+from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, ShapeError
+from flashmoe_megatron.multipath.memory import SharedMemory
 
 HEADER_BYTES = 65536
 MAX_RANKS = 64
@@ -40,6 +45,7 @@ VERDICT = HEADER_BYTES - 64
 """Offset of the factor for outputs, a float."""
 _FACTOR = struct.Struct("<f")
 _LONGEST = 1000
+_PERIOD_S = 0.1
 
 
 def full_word(peer: int, lane: int) -> int:
@@ -53,12 +59,7 @@ def free_word(peer: int, lane: int) -> int:
 
 
 class Log:
-    """The last exchanges that a rank has begun, in its segment.
-
-    Args:
-        memory: The segment.
-        rank: Its rank.
-    """
+    """The last exchanges that a rank has begun, in its segment."""
 
     def __init__(self, memory: SharedMemory, rank: int) -> None:
         self._memory, self._rank = memory, rank
@@ -124,7 +125,77 @@ def notice(memory: SharedMemory) -> str | None:
     return memory.read(NOTICE + _LENGTH.size, length).decode(errors="replace") if length else None
 
 
-def require_ranks(num_ranks: int) -> None:
-    """Refuses groups that have more ranks than there are counters."""
-    if num_ranks > MAX_RANKS:
-        raise LinkError(f"{num_ranks} ranks: wanted at most {MAX_RANKS}, which share one host")
+class Watch:
+    """A thread that ends transfers of a link that will never end by themselves, and says why.
+
+    It looks 10 times a second while there are transfers, however many there are, and none of them
+    wakes it: it would take the interpreter's lock from the thread that issues chunks.
+
+    A stream that waits for a word waits for ever if no rank writes it. Where a peer has died, has
+    failed, or has not counted for the time limit, the thread notes the error, tells every rank, and
+    writes the words itself, time and again: a peer that is late may write smaller ones over them.
+    """
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+        self._flights: deque[Any] = deque()
+        self._added, self._is_closed = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name=f"{link.name}-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, flight: Any) -> None:
+        """Looks after another transfer, which has been issued completely."""
+        self._flights.append(flight)
+        if not self._added.is_set():
+            self._added.set()
+
+    def wake(self) -> None:
+        """Lets streams go on from now on, since the link has failed."""
+        self._added.set()
+
+    def close(self) -> None:
+        """Ends the thread, once the transfers have ended."""
+        self._is_closed = True
+        self._added.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        flight: Any = None
+        moved_at, counts = 0.0, list[int]()
+        while self._added.wait():
+            time.sleep(_PERIOD_S)
+            self._added.clear()
+            while self._flights and self._flights[0].is_over():
+                self._flights.popleft()
+            if not self._flights:
+                if self._is_closed:
+                    return
+                if self._link.broken is not None:  # what was broken off is in no transfer
+                    self._end(self._link.broken)
+                continue
+            self._added.set()
+            now = [one.word.value for ones in self._link.awaited.values() for one in ones]
+            # Until the stream gets there it waits for this rank's own work, not for a peer.
+            if flight is not self._flights[0] or now != counts or not flight.has_begun():
+                flight, moved_at, counts = self._flights[0], time.monotonic(), now
+            error = self._link.problem() or self._problem(flight, time.monotonic() - moved_at)
+            if error is not None:
+                self._end(error)
+
+    def _end(self, error: FlashMoEError) -> None:
+        self._link.fail(error)
+        self._link.release()
+
+    def _problem(self, flight: Any, still: float) -> FlashMoEError | None:
+        link = self._link
+        where = f"link {link.name}, {flight.what}: rank {link.rank}"
+        late = [peer for peer in link.peers if any(one.is_behind() for one in link.awaited[peer])]
+        for peer in late:
+            if not link.memories[peer].is_held():
+                return LinkError(f"{where} lost rank {peer}, whose process has ended")
+        if still > link.timeout:
+            whom = f"ranks {late}" if late else "its own GPU"
+            return PeerTimeoutError(
+                f"{where} has waited {still:.1f} s for {whom}, longer than {link.timeout:g} s"
+            )
+        return None

@@ -6,18 +6,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, PeerTimeoutError
-from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.gpu_queues import GpuQueues
-from flashmoe_megatron.multipath.group_link import GroupLink
-from flashmoe_megatron.multipath.links import Link
+from flashmoe_megatron.multipath.links import GroupLink, Link
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
-from flashmoe_megatron.multipath.queues import Queues
+from flashmoe_megatron.multipath.queues import GpuQueues, Queues
 from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.thread_queues import ThreadQueues
+from flashmoe_megatron.ranks import StoreRanks
 
 logger = logging.getLogger("flashmoe_megatron")
 
-MakeLink = Callable[[Control, Queues], Link]
+MakeLink = Callable[[StoreRanks, Queues], Link]
 """Makes a link; collective over the ranks."""
 
 _LINKS: dict[str, MakeLink] = {
@@ -35,12 +33,12 @@ def queues_of(device: torch.device) -> Queues:
 
 
 def make_links(
-    control: Control, queues: Queues, wanted: str | Sequence[str | MakeLink]
+    ranks: StoreRanks, queues: Queues, wanted: str | Sequence[str | MakeLink]
 ) -> list[Link]:
     """Makes links between ranks. Collective; the same on every rank.
 
     Args:
-        control: The ranks.
+        ranks: They agree on what can be made.
         queues: The queues of this rank's device.
         wanted: Names, or functions that make links; or "auto", which leaves out and logs what
             cannot be made: on GPUs "peer", "nccl" and "host", else "peer", "gloo" and "host".
@@ -64,7 +62,7 @@ def make_links(
         for one in chosen:
             try:
                 make = _LINKS[one] if isinstance(one, str) else one
-                links.append(make(control, queues))
+                links.append(make(ranks, queues))
             except FlashMoEError as error:
                 # All ranks know which link cannot be made; only this one knows of a late peer.
                 if wanted != "auto" or isinstance(error, PeerTimeoutError):

@@ -1,22 +1,23 @@
-"""The interface of links, and what they carry."""
+"""The interface of links, what they carry, and torch.distributed as one of them."""
 
 import abc
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from flashmoe_megatron.errors import FlashMoEError
-from flashmoe_megatron.multipath.queues import Moment, Queue
+from flashmoe_megatron.errors import FlashMoEError, LinkError
+from flashmoe_megatron.multipath.queues import Moment, Queue, Queues
+from flashmoe_megatron.ranks import StoreRanks
 
 
 class Place(NamedTuple):
     """Where peers write what this rank sends, in memory of :meth:`Link.allocate` or its like.
 
-    Attributes:
-        name: Says where the whole begins, the same on every rank.
-        targets: Where each peer has what this rank sends it, by the peer's rank.
-        block: The link's number of the memory.
+    ``name`` says where the whole begins, the same on every rank; ``targets`` are the addresses by
+    the peer's rank, and ``block`` is the link's number of the memory.
     """
 
     name: str
@@ -43,13 +44,9 @@ class Piece(NamedTuple):
 
 
 class Writes(NamedTuple):
-    """The copies that a rank writes to its peers' places.
+    """The copies that a rank writes to its peers' places: target, source and bytes of each.
 
-    Attributes:
-        copies: Target, source and bytes of each.
-        received: Bytes that peers write to this rank's places.
-        block: The link's number of the memory.
-        to_all: As the pieces have it.
+    Peers write ``received`` bytes to this rank's; the rest is as places and pieces have it.
     """
 
     copies: tuple[tuple[int, int, int], ...]
@@ -59,12 +56,9 @@ class Writes(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The bytes of every piece that one link carries; a shorter piece may end before them.
+    """The bytes of every piece that one link carries, a ``chunk`` at once.
 
-    Attributes:
-        begin: The first.
-        end: The byte after the last.
-        chunk: How many are moved at once.
+    A shorter piece may end before them.
     """
 
     begin: int
@@ -100,20 +94,29 @@ class Exchange(NamedTuple):
     is_timed: bool = True
 
 
-class Moved(abc.ABC):
-    """A transfer that a link has made, or is still making."""
+class Moved:
+    """A transfer between two moments of a queue, which brings this rank so many bytes.
 
-    @abc.abstractmethod
+    ``ended`` is the moment after it, once all of it has been issued.
+    """
+
+    def __init__(self, started: Moment, nbytes: int) -> None:
+        self.started = self.ended = started
+        self.nbytes = nbytes
+
     def seconds(self) -> float:
-        """How long it took, if it was timed. Waits until that is known."""
-
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """How many bytes this rank received by it."""
+        """Returns how long it took, if it was timed; waits until that is known."""
+        return seconds_between(self.started, self.ended)
 
 
-class Flight(Moved):
-    """One link's share of an exchange, under way."""
+class Flight(Moved, abc.ABC):
+    """One link's share of an exchange, under way. It is kept for its times, tensors are not."""
+
+    def __init__(self, exchange: Exchange, index: int) -> None:
+        self.part = part = exchange.parts[index]
+        self.is_timed = exchange.is_timed
+        received = sum(part.of(piece.receive.numel()) for piece in exchange.pieces)
+        super().__init__(exchange.started, received)
 
     @abc.abstractmethod
     def steps(self) -> Iterator[None]:
@@ -128,8 +131,14 @@ class Flight(Moved):
         """
 
 
+def seconds_between(begin: Moment, end: Moment) -> float:
+    """Seconds between two moments with times. Waits for the later one."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
 class Link(abc.ABC):
-    """A way from every rank of a group to every other.
+    """A way from every rank of a group to every other. What it does not override most links lack.
 
     Attributes:
         name: Names it in messages, metrics and options.
@@ -143,19 +152,10 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, exchange: Exchange, index: int) -> Flight:
-        """Prepares this link's share of an exchange.
+        """Prepares this link's share of an exchange; ``index`` is its place among the parts."""
 
-        Args:
-            exchange: What is exchanged.
-            index: This link's place among the parts.
-        """
-
-    def announce(self, number: int, what: str) -> None:  # noqa: B027 - not all links can
+    def announce(self, number: int, what: str) -> None:  # noqa: B027
         """Compares an exchange about to begin with the peers' exchanges, if they can be asked.
-
-        Args:
-            number: As an exchange has it.
-            what: Likewise.
 
         Raises:
             ShapeError: A peer exchanges something else.
@@ -167,98 +167,123 @@ class Link(abc.ABC):
         return None
 
     def write(self, number: int, what: str, writes: Writes, stream: Any) -> None:
-        """Does in a stream what :meth:`writes` has found, without telling how long it takes.
+        """Does what :meth:`writes` has found, without telling how long it takes.
 
-        Args:
-            number: As in :meth:`announce`.
-            what: Likewise.
-            writes: The same ones can be written time and again.
-            stream: Where the tensors are ready, and which waits for the end.
+        The tensors are ready in ``stream``, which waits for the end.
         """
         raise NotImplementedError
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Memory that peers write to without a detour, until it is freed. Collective.
-
-        Args:
-            nbytes: Its size, the same on every rank.
+        """Makes memory that peers write to without a detour, until it is freed. Collective.
 
         Returns:
-            Flat uint8; ``None`` for most links, which write to any memory alike.
+            Flat uint8, as large on every rank; ``None`` if the link writes to any memory alike.
         """
         del nbytes
         return None
 
     def share(self, tensor: torch.Tensor) -> bool:
-        """Lets peers write to a tensor's memory without a detour. Collective.
+        """Lets peers write to a tensor's memory without a detour, if they can. Collective.
 
-        Returns:
-            Whether they can until the link is closed, which keeps the memory that long.
+        The link keeps the memory until it is closed.
         """
         del tensor
         return False
 
-    def free(self, memory: torch.Tensor) -> None:  # noqa: B027 - most links have none
+    def free(self, memory: torch.Tensor) -> None:  # noqa: B027
         """Gives back what :meth:`allocate` gave, which no GPU may still use. Collective."""
 
     def place_of(self, whole: torch.Tensor, offsets: Mapping[int, int]) -> Place | None:
-        """Where peers write, if a tensor lies in memory that they write to without a detour.
+        """Returns where peers write, if a tensor lies in memory without a detour.
 
         Args:
-            whole: What this rank receives; the peers' lie at the same place.
-            offsets: Where in its own each peer has what this rank sends it, in bytes.
+            whole: The tensor that this rank receives; the peers' lie at the same place.
+            offsets: Bytes before the place in each peer's tensor where this rank's data go.
         """
         del whole, offsets
         return None
 
-    def raise_if_broken(self) -> None:  # noqa: B027 - most links say it when they are used
+    def raise_if_broken(self) -> None:  # noqa: B027
         """Raises what has ended the link for good, if anything has."""
 
-    def fail(self, error: FlashMoEError) -> None:  # noqa: B027 - peers of most links see it
+    def fail(self, error: FlashMoEError) -> None:  # noqa: B027
         """Ends the link and its partners on every rank, since this one has failed."""
 
     def guard(self, output: torch.Tensor) -> bool:
-        """Marks an output as wrong, in the current stream, if the link has failed by then.
+        """Makes the first value of a flat output NaN, in the current stream, if it fails by then.
 
-        Returns:
-            Whether it does; most links' errors are enough.
+        Returns whether it does: for a floating-point type, where errors alone are not enough.
         """
         del output
         return False
 
-    def leave(self) -> None:  # noqa: B027 - most links have nothing of other ranks
+    def leave(self) -> None:  # noqa: B027
         """Waits for the work that the GPU has been given, and unmaps other ranks' memory for good.
 
         A rank frees its own, by :meth:`close`, once every rank has left.
         """
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Frees what the link holds."""
+    def close(self) -> None:  # noqa: B027
+        """Frees what the link holds, after :meth:`leave`."""
 
 
-def seconds_between(begin: Moment, end: Moment) -> float:
-    """Seconds between two moments with times. Waits for the later one."""
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
+class GroupLink(Link):
+    """The group's own communicator: NCCL's for tensors on GPUs, gloo's for those of a CPU.
 
-
-class Between(Moved):
-    """A transfer between two moments of a stream.
-
-    Args:
-        started: The moment before.
-        ended: The moment after.
-        nbytes: What this rank received.
+    Raises:
+        LinkError: The group has another backend for such tensors.
     """
 
-    def __init__(self, started: Moment, ended: Moment, nbytes: int) -> None:
-        self._started, self._ended, self._nbytes = started, ended, nbytes
+    def __init__(self, ranks: StoreRanks, queues: Queues) -> None:
+        self.group, self.rank, self.queues = ranks.group, ranks.rank, queues
+        kind = queues.device.type
+        self.name = {"cuda": "nccl", "cpu": "gloo"}[kind]
+        try:
+            found = self.group._get_backend(torch.device(kind)).name()
+        except RuntimeError as error:
+            found = f"none ({error})"
+        if found != self.name:
+            raise LinkError(f"link {self.name}: the group's backend is {found}, wanted {self.name}")
+        self.stream = queues.make()
 
-    def seconds(self) -> float:
-        """By the clock of queues."""
-        return seconds_between(self._started, self._ended)
-
-    def num_bytes(self) -> int:
+    def begin(self, exchange: Exchange, index: int) -> Flight:
         """See the base class."""
-        return self._nbytes
+        return _GroupFlight(self, exchange, index)
+
+
+class _GroupFlight(Flight):
+    """The part of an exchange that a communicator carries; torch cuts it into messages itself."""
+
+    def __init__(self, link: GroupLink, exchange: Exchange, index: int) -> None:
+        super().__init__(exchange, index)
+        self._link = link
+        self._peers = ", ".join(str(piece.peer) for piece in exchange.pieces)
+        self._operations = [
+            dist.P2POp(function, some, group=link.group, group_peer=piece.peer)
+            for piece in exchange.pieces
+            for function, whole in ((dist.isend, piece.send), (dist.irecv, piece.receive))
+            if (some := whole[self.part.begin : self.part.end]).numel()
+        ]
+
+    def steps(self) -> Iterator[None]:
+        """See the base class."""
+        link = self._link
+        link.stream.wait_event(self.started)
+        operations, self._operations = self._operations, []
+        link.queues.run(link.stream, functools.partial(self._carry, operations))
+        self.ended = link.queues.moment(link.stream, self.is_timed)
+        yield
+
+    def join(self) -> None:
+        """See the base class."""
+        self._link.queues.current().wait_event(self.ended)
+
+    def _carry(self, operations: list[Any]) -> None:
+        try:  # torch.distributed also raises at the start where a peer is gone
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        except RuntimeError as error:
+            link = self._link
+            raise LinkError(
+                f"link {link.name} between ranks {link.rank} and {self._peers} broke: {error}"
+            ) from error

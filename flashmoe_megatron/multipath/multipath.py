@@ -16,15 +16,14 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
-from flashmoe_megatron.multipath.balancer import GRAIN, LEAST_GAIN
+from flashmoe_megatron.multipath.balancer import GRAIN, LEAST_GAIN, size_class
 from flashmoe_megatron.multipath.choose import MakeLink, make_links, queues_of
-from flashmoe_megatron.multipath.comparison import Comparison
-from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.inbox import Inbox
 from flashmoe_megatron.multipath.links import Link, Place
 from flashmoe_megatron.multipath.queues import Moment, Queue, Queues
-from flashmoe_megatron.multipath.sums import check_summable, sum_in_order
+from flashmoe_megatron.multipath.reductions import Inbox, check_summable, sum_in_order
 from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
+from flashmoe_megatron.multipath.trials import Comparison
+from flashmoe_megatron.ranks import StoreRanks, check_member
 from flashmoe_megatron.streams import index_of
 
 MIN_BYTES = 64 * 2**20
@@ -91,31 +90,23 @@ class Multipath(EndsWithGroup):
         timeout: float = DEFAULT_TIMEOUT,
         queues: Queues | None = None,
     ) -> None:
-        if device is None:
-            has_gpu = torch.cuda.is_available()
-            device = torch.device("cuda") if has_gpu else None
-        if device is not None and device.type == "cuda":
-            device = torch.device("cuda", index_of(device))
-        self.device = device or torch.device("cpu")
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = torch.device("cuda", index_of(device)) if device.type == "cuda" else device
         self.min_bytes = min_bytes
-        self._control = Control(group, timeout)
-        self._group = self._control.group
-        self.rank, self.num_ranks = self._control.rank, self._control.num_ranks
+        self._ranks = _ranks_of(group, timeout)
+        self._group = self._ranks.group
+        self.rank, self.num_ranks = self._ranks.rank, self._ranks.num_ranks
         self._queues = queues or queues_of(self.device)
-        made = make_links(self._control, self._queues, links)
+        made = make_links(self._ranks, self._queues, links)
         if not made:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
+        is_auto = links == "auto"
         self.transfers = Transfers(
-            self._control,
-            self._queues,
-            made,
-            leaves_out_slower=links == "auto",
-            least_gain=least_gain,
+            self._ranks, self._queues, made, leaves_out_slower=is_auto, least_gain=least_gain
         )
-        self._comparison: Comparison | None = None
-        if links == "auto" and self.device.type == "cuda":  # those asked for by name are used
-            self._comparison = Comparison(self._control, self.transfers, self._queues)
-        self._control.look = self._raise_if_a_link_is_broken
+        compares = is_auto and device.type == "cuda"  # links asked for by name are used
+        self._comparison = Comparison(self._ranks, self._queues) if compares else None
+        self._ranks.look = self._raise_if_a_link_is_broken
         self._broken: FlashMoEError | None = None
         self._stream = self._queues.beside()
         self._last_stream: Queue | None = None
@@ -142,10 +133,12 @@ class Multipath(EndsWithGroup):
         plain = functools.partial(dist.all_gather_into_tensor, output, input, self._group)
         if gather is None:
             return _plain(plain(async_op))
+        key = gather.balancer, size_class(gather.inbound)
+        links = functools.partial(self.transfers.exchange, gather)
 
         def run() -> None:
-            if self._comparison is None or self._comparison.is_won(gather, plain):
-                self._guard(output, self.transfers.exchange(gather))
+            if self._comparison is None or self._comparison.is_won(key, links, plain):
+                self._guard(output, links())
             else:
                 plain()
 
@@ -191,16 +184,9 @@ class Multipath(EndsWithGroup):
     def all_reduce(
         self, tensor: torch.Tensor, op: Reduction = "sum", async_op: bool = False
     ) -> Work | None:
-        """Replaces a tensor by the sum of every rank's.
+        """Replaces a contiguous tensor of any size by the sum of every rank's.
 
-        Args:
-            tensor: Any number of elements, contiguous.
-            op: "sum" or "average"; added in float32, in rank order.
-            async_op: Returns at once, with an object to wait for.
-
-        Raises:
-            ConfigError: There is no such ``op``.
-            ShapeError: The tensor is not on this object's device, or has no sum.
+        The other arguments and errors are those of :meth:`reduce_scatter`.
         """
         _check_op(op)
         self._check(tensor=tensor)
@@ -287,30 +273,30 @@ class Multipath(EndsWithGroup):
         is_open = self._broken is None
         try:
             self.leave()
-            if is_open and self._control.can_meet():
+            if is_open and self._ranks.can_meet():
                 # A rank that is still receiving must not find its peers gone.
-                self._control.gather(None)
+                self._ranks.gather(None)
         finally:
             self.free()
 
     def leave(self) -> None:
-        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        """See the base class."""
         try:
             if self._broken is None:
                 self._queues.synchronize()
                 self._raise_if_a_link_is_broken()
         finally:
             self._broken = self._broken or LinkError("it has been closed")
-            self._control.look = lambda: None  # links that have been left are no failures
+            self._ranks.look = lambda: None  # links that have been left are no failures
             self.transfers.leave()
-            self._control.leave()
+            self._ranks.leave()
 
     def is_left(self) -> bool:
-        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
-        return self._control.is_left()
+        """See the base class."""
+        return self._ranks.is_left()
 
     def free(self) -> None:
-        """See :class:`~flashmoe_megatron.ending.EndsWithGroup`."""
+        """See the base class."""
         self._in_place.clear()
         self.transfers.close()
         self._queues.close()
@@ -452,6 +438,18 @@ class Multipath(EndsWithGroup):
         used = self.transfers.exchange(self.transfers.load(what, pieces))
         self._queues.do(functools.partial(sum_in_order, contributions, output, average))
         return used
+
+
+def _ranks_of(group: dist.ProcessGroup | None, timeout: float) -> StoreRanks:
+    """The ranks of a group, which agree through the job's store."""
+    if not dist.is_initialized():
+        raise ConfigError("torch.distributed is not initialized: wanted a process group")
+    check_member(group)
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    if dist.get_world_size(whole) < 2:
+        raise ConfigError("the group has one rank: wanted at least 2, between which links are")
+    return StoreRanks(whole, timeout, purpose="multipath")
 
 
 def _to(place: Place | None, what: str) -> str:

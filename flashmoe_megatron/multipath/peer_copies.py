@@ -1,17 +1,26 @@
-"""Copies from GPU to GPU of one host by copy engines."""
+"""Copies from GPU to GPU of one host by copy engines: a link, and memory for pieces of any size."""
 
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from flashmoe_megatron.ending import EndsWithGroup, ends_with
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.multipath import board
-from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Exchange, Part, Piece, Place, Writes
-from flashmoe_megatron.multipath.mapped import Block, MappedMemory
+from flashmoe_megatron.multipath.memory import Block, MappedMemory
 from flashmoe_megatron.multipath.queues import Queue, Queues
 from flashmoe_megatron.multipath.ring import Awaited, RingFlight, RingLink, Slots, has_counted
+from flashmoe_megatron.ranks import StoreRanks
+
+ALIGNMENT = 256
+"""Regions begin at multiples of it, in bytes."""
+HEADROOM = 1.25
+"""An arena that is too small becomes so many times as large as what it is too small for."""
 
 
 class PeerCopies(RingLink):
@@ -21,10 +30,7 @@ class PeerCopies(RingLink):
     of them; tensors in memory of :meth:`allocate` or :meth:`share` are written to directly, in one
     copy.
 
-    Args:
-        control: The ranks.
-        queues: This rank's, of the device where tensors are.
-        has_rings: Whether there are rings; without them all has to be written to directly.
+    Without rings (``has_rings``), all has to be written to directly.
 
     Attributes:
         copiers: The streams of direct copies; the first one is for copies during other work.
@@ -34,27 +40,27 @@ class PeerCopies(RingLink):
 
     name = "peer"
 
-    def __init__(self, control: Control, queues: Queues, *, has_rings: bool = True) -> None:
+    def __init__(self, ranks: StoreRanks, queues: Queues, *, has_rings: bool = True) -> None:
         self._has_rings = has_rings
-        super().__init__(control, queues)
+        super().__init__(ranks, queues)
 
-    def _open(self, control: Control, own_bytes: int) -> None:
-        self._memory = MappedMemory(control, self.peers, self.queues)
+    def _open(self, ranks: StoreRanks, own_bytes: int) -> None:
+        self._memory = MappedMemory(ranks, self.peers, self.queues)
         self._stack.callback(self._memory.close)
         self._blocks: list[Block] = []
-        super()._open(control, own_bytes)
+        super()._open(ranks, own_bytes)
         self.offers, self.arrivals = _Mark(self, board.OFFERED), _Mark(self, board.WRITTEN)
         self.copiers = [stream for lane in self.streams for stream in lane]
         self._events = [self.queues.event() for _ in self.copiers]
 
-    def _slots(self, control: Control) -> Slots:
+    def _slots(self, ranks: StoreRanks) -> Slots:
         if not self._has_rings:
             nowhere = dict.fromkeys(self.peers, 0)
-            return Slots(nowhere, nowhere, {})
+            return nowhere, nowhere, {}
         rings = self._memory.allocate(len(self.peers) * self.ring_bytes)
         inbound = {peer: rings.begin + self.offset(self.rank, peer) for peer in self.peers}
         outbound = {peer: rings.mapped[peer] + self.offset(peer, self.rank) for peer in self.peers}
-        return Slots(inbound, outbound, {})
+        return inbound, outbound, {}
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See the base class."""
@@ -136,12 +142,7 @@ class PeerCopies(RingLink):
         different bytes drift apart, until several ranks write to one: in a row, each rank
         is written to by one other at a time.
 
-        Args:
-            writes: What is copied.
-            first: Where the tensors are ready.
-
-        Returns:
-            The streams besides.
+        The tensors are ready in ``first``. Returns the streams that copy besides it.
         """
         handle = self.queues.handle
         stream = handle(first)
@@ -162,10 +163,7 @@ class PeerCopies(RingLink):
     def arrive(self, what: str, first: Queue, others: Sequence[Queue]) -> "Meeting":
         """Tells peers that their places have been written, and waits for this rank's.
 
-        Args:
-            what: The operation, for messages.
-            first: As in :meth:`copy`.
-            others: What that gave.
+        The first stream is that of :meth:`copy`, and the others are its results.
         """
         for other, copied in zip(others, self._events[1:], strict=False):
             copied.record(other)
@@ -181,11 +179,7 @@ class _Mark:
     """A point of all ranks' streams, at which they wait for each other.
 
     Every rank has one word for all of its peers, since a stream takes a microsecond for each word
-    that it writes.
-
-    Attributes:
-        own: This rank's word, for the host.
-        awaited: What it waits for, of each peer.
+    that it writes: the host sees ``own``, and those of peers in ``awaited``.
     """
 
     def __init__(self, link: PeerCopies, offset: int) -> None:
@@ -194,7 +188,7 @@ class _Mark:
         for peer, one in zip(link.peers, self.awaited, strict=True):
             link.awaited[peer].append(one)
         theirs = [link.headers[peer] + offset for peer in link.peers]
-        self._ops = link.queues.words([link.headers[link.rank] + offset], theirs)
+        self._issue = link.queues.words([link.headers[link.rank] + offset], theirs)
         self._count = 0
 
     def meet(self, stream: Any) -> int:
@@ -206,33 +200,28 @@ class _Mark:
         self._count += 1
         for one in self.awaited:
             one.count = self._count
-        self._ops.issue(stream, self._count)
+        self._issue(stream, self._count)
         return self._count
 
 
-class Meeting:
+class Meeting(NamedTuple):
     """The ranks' meeting after their direct writes, for the watch.
 
     The words that ranks write for each other tell how far this rank's stream has come, which spares
-    it events.
-
-    Args:
-        link: The link that has written.
-        what: The operation, for messages.
-        count: What all ranks will have counted.
+    it events. ``number`` is what all ranks will have counted.
     """
 
-    def __init__(self, link: PeerCopies, what: str, count: int) -> None:
-        self.what = what
-        self._link, self._count = link, count
+    link: PeerCopies
+    what: str
+    number: int
 
     def has_begun(self) -> bool:
         """Returns whether the stream has come to it: then it waits for peers or for nothing."""
-        return has_counted(self._link.offers.own, self._count)
+        return has_counted(self.link.offers.own, self.number)
 
     def is_over(self) -> bool:
         """Returns whether the stream waits for nothing any more, unless the link has failed."""
-        return self._link.has_arrived(self._count)
+        return self.link.has_arrived(self.number)
 
 
 class _DirectFlight(RingFlight):
@@ -243,15 +232,162 @@ class _DirectFlight(RingFlight):
 
     def __init__(self, link: PeerCopies, exchange: Exchange, index: int, writes: Writes) -> None:
         super().__init__(link, exchange, index)
-        self._peer_copies, self._writes = link, writes
+        self._copies, self._writes = link, writes
         self._is_beside = exchange.is_beside
 
     def steps(self) -> Iterator[None]:
         """Issues everything at once; waits for arrivals come after the work of other links."""
-        link = self._peer_copies
+        link = self._copies
         self.enter([link.copiers[0]] if self._is_beside else [])
         first = self._streams[0]
         others = link.copy(self._writes, first)
         yield
         link.arrive(self.what, first, others)
         self.leave()
+
+
+class Region(NamedTuple):
+    """Some of every rank's memory: this rank's, flat uint8, and where each peer's begins."""
+
+    memory: torch.Tensor
+    place: Place
+
+
+class Arena(EndsWithGroup):
+    """Memory into which a group's ranks write pieces for each other. Making one is collective.
+
+    There are no shares and no trials: copy engines carry everything. A rank that knows how much
+    every rank receives knows where it lies, since all ranks' memory is handed out alike.
+
+    Args:
+        group: The ranks, of one host.
+        queues: The queues of this rank's GPU.
+        timeout: Seconds without progress that end an exchange with an error.
+
+    Attributes:
+        link: The link, which guards what has arrived and raises what has ended it.
+        ranks: These ranks, whose hosts speak to each other; a wait for one of them reports a link
+            that breaks meanwhile.
+
+    Raises:
+        LinkError: The ranks do not share a host.
+        DeviceError: The GPUs cannot map each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, queues: Queues, timeout: float) -> None:
+        self.ranks = StoreRanks(group, timeout, purpose="copies")
+        self.link = PeerCopies(self.ranks, queues, has_rings=False)
+        self.ranks.look = self.link.raise_if_broken
+        # Layers that go before their group take their arena with them, unless the process ends.
+        self._close = weakref.finalize(self, _close_apart, self.link)
+        self._close.atexit = False
+        self._memory: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
+        self._taken = 0
+        self._is_new = True
+        self._number = 0
+        self._stream: Queue | None = None
+        self._writer: Queue | None = None
+        ends_with(self.ranks.group, self)
+
+    def leave(self) -> None:
+        """See the base class; later calls raise a LinkError."""
+        try:
+            self.link.leave()
+        finally:
+            self.ranks.leave()
+
+    def is_left(self) -> bool:
+        """See the base class."""
+        return self.ranks.is_left()
+
+    def free(self) -> None:
+        """See the base class."""
+        self._close.detach()
+        self._memory = None
+        self._outgrown.clear()
+        self.link.close()
+
+    def restart(self, stream: Queue) -> None:
+        """Has regions taken from the beginning again, since earlier ones are not read any more.
+
+        Peers may write after the stream's work so far. Reads of earlier regions are in it, or in
+        the last call's stream, and it waits for that one.
+
+        Raises:
+            FlashMoEError: What has ended the link, on every rank, if anything has.
+        """
+        self.link.raise_if_broken()
+        # The writer's stream is waited for, too, since a call can be broken off by an error that is
+        # no link's, and words are counted in order.
+        for before in (self._stream, self._writer):
+            if before is not None and before is not stream:
+                stream.wait_stream(before)
+        self._stream, self._writer = stream, None
+        self._taken, self._is_new = 0, True
+
+    def take(self, nbytes: Sequence[int]) -> Region:
+        """The next region, until :meth:`restart`. Collective where the arena is too small for it.
+
+        Args:
+            nbytes: How much of it every rank needs, by rank; the same list on every rank.
+
+        Raises:
+            DeviceError: A GPU has not that much memory.
+            PeerTimeoutError: A rank is gone or does not come.
+        """
+        begin = self._taken
+        self._taken += -(-max(*nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        if self._is_new and self._outgrown:
+            assert self._stream is not None
+            self._stream.synchronize()  # which has waited for all that read or wrote it
+            while self._outgrown:
+                self.link.free(self._outgrown.pop())
+        self._is_new = False
+        if self._memory is None or self._memory.numel() < self._taken:
+            self._grow(int(self._taken * HEADROOM))
+        assert self._memory is not None
+        whole = self._memory[begin : self._taken]
+        place = self.link.place_of(whole, dict.fromkeys(self.link.peers, 0))
+        assert place is not None
+        return Region(whole[: nbytes[self.ranks.rank]], place)
+
+    def write(
+        self,
+        what: str,
+        copies: Sequence[tuple[int, int, int]],
+        region: Region,
+        stream: Queue,
+    ) -> None:
+        """Writes to every peer's region, and waits until peers have written to this rank's.
+
+        Args:
+            what: The operation, the same on every rank; at most 48 letters.
+            copies: Target, source and bytes of each, those for the next rank first.
+            region: Where everything goes.
+            stream: Where what is sent is ready, and which waits for the end.
+
+        Raises:
+            ShapeError: A peer exchanges something else.
+            FlashMoEError: What has ended the link before.
+        """
+        self._number += 1
+        self._writer = stream
+        writes = Writes(tuple(copies), 0, region.place.block, False)  # no caller asks what arrives
+        self.link.write(self._number, what, writes, stream)
+
+    def _grow(self, nbytes: int) -> None:
+        if self._memory is not None:
+            self._outgrown.append(self._memory)
+            self._memory = None
+        try:
+            self._memory = self.link.allocate(nbytes)
+        except DeviceError:  # the same on every rank; torch may hold memory that it does not use
+            self.link.raise_if_broken()
+            torch.cuda.empty_cache()
+            self._memory = self.link.allocate(nbytes)
+
+
+def _close_apart(link: PeerCopies) -> None:
+    """Closes a link in a thread of its own, since a collector may run in the link's."""
+    threading.Thread(target=link.close, name="flashmoe-arena", daemon=True).start()

@@ -1,11 +1,21 @@
 """A device as links use it: queues that copy and wait, and memory that ranks map."""
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from flashmoe_megatron import driver
+from flashmoe_megatron.streams import current_stream, timed_event
+
+MOST_BYTES = 128 * 2**20
+"""All rings of a rank that others write into, as long as no slot would be below the least."""
+LEAST_SLOT = 4 * 2**20
+_HERE = contextlib.nullcontext()
 
 
 class Moment(Protocol):
@@ -37,17 +47,11 @@ class Queue(Protocol):
         """Has the caller wait for all that the queue has been given."""
 
 
-class Words(Protocol):
-    """Words in memory that a queue writes, and others that it then waits for."""
-
-    def issue(self, queue: Any, value: int) -> None:
-        """Issues all of it, with one value, to a queue by its handle."""
-
-
 class Queues(abc.ABC):
     """A device's queues and its memory.
 
-    Calls of a link name a queue by its :meth:`handle`, memory by its address.
+    Calls of a link name a queue by its :meth:`handle`, memory by its address. The functions on
+    memory and words do what those of :mod:`~flashmoe_megatron.driver` do, by their names.
 
     Attributes:
         device: Where tensors are.
@@ -59,6 +63,19 @@ class Queues(abc.ABC):
     device: torch.device
     host_waits: bool
     repeats: int
+
+    copy: Callable[[int, int, int, Any], object]
+    wait_value: Callable[[Any, int, int], object]
+    write_value: Callable[[Any, int, int], object]
+    register: Callable[[int, int], int]
+    unregister: Callable[[int], object]
+    allocate: Callable[[int], int]
+    free: Callable[[int], object]
+    allocation_of: Callable[[int], int]
+    allocation_id: Callable[[int], int]
+    share: Callable[[int], bytes]
+    map_shared: Callable[[bytes], int]
+    unmap: Callable[[int], object]
 
     @abc.abstractmethod
     def make(self) -> Queue:
@@ -123,32 +140,16 @@ class Queues(abc.ABC):
         """Ends the queues, which have nothing to do any more."""
 
     @abc.abstractmethod
-    def slot_bytes(self, num_rings: int) -> int:
-        """Returns the size of a ring's slot where a rank has so many rings."""
+    def slot_bytes(self, num_slots: int) -> int:
+        """Returns the size of a ring's slot where a rank has so many slots."""
 
     @abc.abstractmethod
-    def copy(self, target: int, source: int, nbytes: int, stream: Any) -> None:
-        """Copies bytes between any two places, in a queue."""
+    def words(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[Any, int], None]:
+        """Prepares to write words, and then to wait for others, given their addresses.
 
-    @abc.abstractmethod
-    def wait_value(self, stream: Any, address: int, value: int) -> None:
-        """Makes a queue wait until a word in memory is at least a value, modulo 2**32."""
-
-    @abc.abstractmethod
-    def write_value(self, stream: Any, address: int, value: int) -> None:
-        """Makes a queue write a word when everything before it is done and visible."""
-
-    @abc.abstractmethod
-    def words(self, writes: Sequence[int], waits: Sequence[int]) -> Words:
-        """Prepares to write words, and then to wait for others, given their addresses."""
-
-    @abc.abstractmethod
-    def register(self, address: int, nbytes: int) -> int:
-        """Pins host memory, and returns where queues see it."""
-
-    @abc.abstractmethod
-    def unregister(self, address: int) -> None:
-        """Ends that."""
+        Returns:
+            What issues all of it, with one value, to a queue by its handle.
+        """
 
     @abc.abstractmethod
     def numa_node(self) -> int:
@@ -158,34 +159,101 @@ class Queues(abc.ABC):
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
         """Returns memory as bytes."""
 
-    @abc.abstractmethod
-    def allocate(self, nbytes: int) -> int:
-        """Allocates memory that other processes can map."""
 
-    @abc.abstractmethod
-    def free(self, address: int) -> None:
-        """Frees what :meth:`allocate` gave."""
+class GpuQueues(Queues):
+    """Streams, whose copies, waits and words are the driver's; see :mod:`driver` for these.
 
-    @abc.abstractmethod
-    def allocation_of(self, address: int) -> int:
-        """Returns the begin of the allocation that holds an address."""
+    Args:
+        device: The GPU, by its index.
+    """
 
-    @abc.abstractmethod
-    def allocation_id(self, address: int) -> int:
-        """Returns a number that no other allocation of the process has ever had."""
+    host_waits = False
+    repeats = 5
 
-    @abc.abstractmethod
-    def share(self, address: int) -> bytes:
-        """Returns what another process needs to map an allocation, given where that begins.
+    copy = staticmethod(driver.copy)
+    wait_value = staticmethod(driver.wait_value)
+    write_value = staticmethod(driver.write_value)
+    register = staticmethod(driver.register)
+    unregister = staticmethod(driver.unregister)
+    allocate = staticmethod(driver.allocate)
+    free = staticmethod(driver.free)
+    allocation_of = staticmethod(driver.allocation_of)
+    allocation_id = staticmethod(driver.allocation_id)
+    share = staticmethod(driver.share)
+    map_shared = staticmethod(driver.map_shared)
+    unmap = staticmethod(driver.unmap)
 
-        Raises:
-            DeviceError: Other processes cannot map it.
-        """
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    @abc.abstractmethod
-    def map_shared(self, handle: bytes) -> int:
-        """Maps another process's allocation."""
+    def make(self) -> Queue:
+        """See the base class."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
-    @abc.abstractmethod
-    def unmap(self, address: int) -> None:
-        """Ends that."""
+    def current(self) -> Queue:
+        """See the base class."""
+        return current_stream(self.device.index)
+
+    def beside(self) -> Queue:
+        """See the base class."""
+        return self.make()
+
+    def handle(self, queue: Any) -> int:
+        """See the base class."""
+        return int(queue.cuda_stream)
+
+    def here(self) -> AbstractContextManager[object]:
+        """See the base class; to enter the device that is current already takes some time."""
+        is_there = torch.cuda.current_device() == self.device.index
+        return _HERE if is_there else torch.cuda.device(self.device)
+
+    def within(self, queue: Any) -> AbstractContextManager[object]:
+        """See the base class."""
+        return torch.cuda.stream(queue)
+
+    def run(self, queue: Any, work: Callable[[], object]) -> None:
+        """See the base class."""
+        with torch.cuda.stream(queue):
+            work()
+
+    def do(self, work: Callable[[], object]) -> None:
+        """See the base class."""
+        work()
+
+    def keep(self, tensors: Sequence[torch.Tensor], queue: Any) -> None:
+        """See the base class."""
+        for tensor in tensors:
+            tensor.record_stream(queue)
+
+    def event(self) -> torch.cuda.Event:
+        """See the base class."""
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def timed_moment(self, queue: Any) -> Moment:
+        """See the base class."""
+        return timed_event(queue)
+
+    def synchronize(self) -> None:
+        """See the base class."""
+        torch.cuda.synchronize(self.device)
+
+    def slot_bytes(self, num_slots: int) -> int:
+        """Returns the largest power of two that all slots have room for, as chunks are."""
+        room = MOST_BYTES // num_slots
+        return max(LEAST_SLOT, 1 << room.bit_length() - 1)
+
+    def words(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[Any, int], None]:
+        """See the base class."""
+        return driver.MemoryOps(writes, waits).issue
+
+    def numa_node(self) -> int:
+        """See the base class; -1 where the machine does not say."""
+        bus_id = driver.pci_bus_id(self.device.index).lower()
+        try:
+            return int(Path(f"/sys/bus/pci/devices/{bus_id}/numa_node").read_text())
+        except (OSError, ValueError):
+            return -1
+
+    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """See the base class."""
+        return driver.tensor(address, nbytes, self.device)

@@ -18,18 +18,21 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flashmoe_megatron.errors import FlashMoEError, LinkError, reason_of, told_error
 from flashmoe_megatron.multipath import board
-from flashmoe_megatron.multipath.board import NUM_LANES, NUM_SLOTS
-from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.links import Exchange, Flight, Link, seconds_between
+from flashmoe_megatron.multipath.board import MAX_RANKS, NUM_LANES, NUM_SLOTS, Watch
+from flashmoe_megatron.multipath.links import Exchange, Flight, Link
+from flashmoe_megatron.multipath.memory import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.queues import Queue, Queues
-from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
-from flashmoe_megatron.multipath.watch import Watch
+from flashmoe_megatron.ranks import StoreRanks
+
+Slots = tuple[dict[int, int], dict[int, int], dict[int, int]]
+"""Where queues find the slots of rings: those from each peer, those to each peer, and each rank's
+for the data that it sends to all; the last is empty if the link has none."""
 
 _FAR = 2**30
 """How far ahead a counter is set that no rank will count on any more."""
@@ -75,12 +78,12 @@ class _Ring(Awaited):
         stream: This rank's queue of the lane.
         slots: Where queues find them.
         slot_bytes: The size of one.
-        awaited: Where it finds the word that the peer counts in.
-        counted: Where it finds the word that this rank counts in.
+        awaited: Where queues find the word that the peer counts in.
+        counted: Where they find the word that this rank counts in.
         word: The word at ``awaited``, for the host.
 
     Attributes:
-        common: Where it finds what the peer sends to all, if the link has that.
+        common: Slot after slot of the data that the peer sends to all, if the link has that.
     """
 
     def __init__(
@@ -94,10 +97,10 @@ class _Ring(Awaited):
         word: Any,
     ) -> None:
         self._queues, self.stream = queues, queues.handle(stream)
-        self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
+        self._slots = _slots_at(slots, slot_bytes)
         super().__init__(word)
         self._awaited, self._counted = awaited, counted
-        self.common: _Common | None = None
+        self.common: Iterator[int] = iter(())
 
     def send(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, from an address to the peer."""
@@ -123,8 +126,7 @@ class _Ring(Awaited):
 
     def receive_common(self, address: int, nbytes: int) -> None:
         """Issues the next chunk, which the peer sends to all."""
-        assert self.common is not None
-        self._take(self.common.next_slot(), address, nbytes)
+        self._take(next(self.common), address, nbytes)
 
     def _take(self, slot: int, address: int, nbytes: int) -> None:
         self._queues.wait_value(self.stream, self._awaited, self.count + 1)
@@ -136,38 +138,16 @@ class _Ring(Awaited):
         self._queues.write_value(self.stream, self._counted, self.count)
 
 
-class _Common:
-    """A lane's broadcast slots, as their owner or one of the receivers sees them."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self._slots = [slots + index * slot_bytes for index in range(NUM_SLOTS)]
-        self._count = 0
-
-    def next_slot(self) -> int:
-        """Returns the address of the next chunk."""
-        self._count += 1
-        return self._slots[self._count % NUM_SLOTS]
-
-
-class Slots(NamedTuple):
-    """Addresses of the slots of rings for the GPU.
-
-    Attributes:
-        inbound: From each peer.
-        outbound: To each peer.
-        common: Each rank's, for the data that it sends to all; empty if the link has none.
-    """
-
-    inbound: dict[int, int]
-    outbound: dict[int, int]
-    common: dict[int, int]
+def _slots_at(address: int, nbytes: int) -> list[int]:
+    """The slots of a lane, of so many bytes each."""
+    return [address + index * nbytes for index in range(NUM_SLOTS)]
 
 
 class RingLink(Link):
     """The base class of the host relay and peer copies.
 
     Args:
-        control: The ranks.
+        ranks: Ranks of one host.
         queues: This rank's, of the device where tensors are.
         has_slots: Whether this rank's segment has its rings, after its header.
 
@@ -177,15 +157,16 @@ class RingLink(Link):
         DeviceError: The driver refuses.
     """
 
-    def __init__(self, control: Control, queues: Queues, *, has_slots: bool = False) -> None:
-        board.require_ranks(control.num_ranks)
-        self.rank, self.timeout = control.rank, control.timeout
-        self.peers = [
-            (control.rank + step) % control.num_ranks for step in range(1, control.num_ranks)
-        ]
+    def __init__(self, ranks: StoreRanks, queues: Queues, *, has_slots: bool = False) -> None:
+        if ranks.num_ranks > MAX_RANKS:
+            raise LinkError(
+                f"{ranks.num_ranks} ranks: wanted at most {MAX_RANKS}, which share one host"
+            )
+        self.rank, self.timeout = ranks.rank, ranks.timeout
+        self.peers = [(self.rank + step) % ranks.num_ranks for step in range(1, ranks.num_ranks)]
         self.sends_once = has_slots and len(self.peers) > 1
         num_rings = len(self.peers) + self.sends_once
-        self.slot_bytes = queues.slot_bytes(num_rings)
+        self.slot_bytes = queues.slot_bytes(NUM_LANES * NUM_SLOTS * num_rings)
         self.ring_bytes = NUM_LANES * NUM_SLOTS * self.slot_bytes
         self.queues = queues
         self.broken: FlashMoEError | None = None
@@ -195,13 +176,13 @@ class RingLink(Link):
         self._stack = contextlib.ExitStack()
         try:
             with queues.here():
-                self._open(control, num_rings * self.ring_bytes if has_slots else 0)
+                self._open(ranks, num_rings * self.ring_bytes if has_slots else 0)
         except BaseException:
             self._stack.close()
             raise
         self.watch = Watch(self)
 
-    def _open(self, control: Control, own_bytes: int) -> None:
+    def _open(self, ranks: StoreRanks, own_bytes: int) -> None:
         self.streams = [(self.queues.make(), self.queues.make()) for _ in range(NUM_LANES)]
         self.streams[0][0].synchronize()  # makes the GPU's context this thread's
 
@@ -214,7 +195,7 @@ class RingLink(Link):
             self._notice = self.own.word(board.NOTICE)
             return self.own.place
 
-        places = control.all(create)
+        places = ranks.all(create)
         self.memories: dict[int, SharedMemory] = {self.rank: self.own}
 
         def connect() -> None:
@@ -222,7 +203,7 @@ class RingLink(Link):
                 self.memories[peer] = SharedMemory.open(places[peer])
                 self._stack.callback(self.memories[peer].close)
 
-        control.all(connect)
+        ranks.all(connect)
         self._logs = {rank: board.Log(memory, rank) for rank, memory in self.memories.items()}
         self.headers: dict[int, int] = {}
 
@@ -230,9 +211,9 @@ class RingLink(Link):
             for peer, memory in self.memories.items():
                 self.headers[peer] = self.registered(memory, 0, board.HEADER_BYTES)
 
-        control.all(register)
+        ranks.all(register)
         self._ended = self.headers[self.rank] + board.ENDED
-        inbound, outbound, common = self._slots(control)
+        inbound, outbound, common = self._slots(ranks)
         self.inbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         self.outbound: dict[int, list[_Ring]] = {peer: [] for peer in self.peers}
         own, nbytes = self.headers[self.rank], self.slot_bytes
@@ -244,7 +225,7 @@ class RingLink(Link):
                 slots, word = inbound[peer] + offset, self.own.word(full)
                 ring = _Ring(self.queues, from_peer, slots, nbytes, own + full, own + free, word)
                 if self.sends_once:
-                    ring.common = _Common(common[peer] + offset, nbytes)
+                    ring.common = itertools.cycle(_slots_at(common[peer] + offset, nbytes))
                 self.inbound[peer].append(ring)
                 full, free = board.full_word(self.rank, lane), board.free_word(self.rank, lane)
                 slots, word = outbound[peer] + offset, memory.word(free)
@@ -253,14 +234,14 @@ class RingLink(Link):
                 )
                 self.outbound[peer].append(ring)
         self._common = [
-            _Common(common[self.rank] + lane * NUM_SLOTS * nbytes, nbytes)
+            itertools.cycle(_slots_at(common[self.rank] + lane * NUM_SLOTS * nbytes, nbytes))
             for lane in (range(NUM_LANES) if self.sends_once else ())
         ]
         self.awaited: dict[int, list[Awaited]] = {
             peer: [*self.inbound[peer], *self.outbound[peer]] for peer in self.peers
         }
 
-    def _slots(self, control: Control) -> Slots:
+    def _slots(self, ranks: StoreRanks) -> Slots:
         """Returns where all slots are. Collective."""
         raise NotImplementedError
 
@@ -281,11 +262,7 @@ class RingLink(Link):
         return RingFlight(self, exchange, index)
 
     def announce(self, number: int, what: str) -> None:
-        """Tells peers which exchange begins here, and compares it with theirs.
-
-        Raises:
-            ShapeError: A peer exchanges something else.
-        """
+        """See the base class; tells peers which exchange begins here."""
         self.raise_if_broken()
         self._logs[self.rank].add(number, what)
         try:
@@ -298,8 +275,8 @@ class RingLink(Link):
     def end(self, stream: Queue) -> int:
         """Counts an exchange as ended when a stream comes here; gives its number.
 
-        Another stream that waits for it does so sooner by such a word than by an event. The word
-        only grows, since an exchange begins after the end of the one before.
+        Another stream waits for such a word sooner than for an event. The word only grows, since an
+        exchange begins after the end of the one before.
         """
         self._num_ended += 1
         self.queues.write_value(self.queues.handle(stream), self._ended, self._num_ended)
@@ -314,7 +291,7 @@ class RingLink(Link):
         rings = [self.outbound[peer][lane] for peer in self.peers]
         for ring in rings:
             ring.await_slot()
-        self.queues.copy(self._common[lane].next_slot(), address, nbytes, rings[0].stream)
+        self.queues.copy(next(self._common[lane]), address, nbytes, rings[0].stream)
         for ring in rings:
             ring.count_sent()
 
@@ -331,12 +308,12 @@ class RingLink(Link):
         return self.broken
 
     def raise_if_broken(self) -> None:
-        """Raises what has ended the link, if anything has."""
+        """See the base class."""
         if (problem := self.problem()) is not None:
             raise problem
 
     def fail(self, error: FlashMoEError) -> None:
-        """Ends the link and its partners with an error, on every rank.
+        """See the base class.
 
         Partners' verdicts are posted before a stream of this link is let go on, so that any of them
         will do to guard what several have brought.
@@ -356,14 +333,7 @@ class RingLink(Link):
             one.release()
 
     def guard(self, output: torch.Tensor) -> bool:
-        """Makes the first element of an output NaN if the link fails until the stream gets here.
-
-        Args:
-            output: Flat; of a floating-point type, else nothing is done.
-
-        Returns:
-            Whether it does.
-        """
+        """See the base class."""
         if output.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             return False
         if self._verdict is None:
@@ -390,10 +360,10 @@ class HostRelay(RingLink):
 
     name = "host"
 
-    def __init__(self, control: Control, queues: Queues) -> None:
-        super().__init__(control, queues, has_slots=True)
+    def __init__(self, ranks: StoreRanks, queues: Queues) -> None:
+        super().__init__(ranks, queues, has_slots=True)
 
-    def _slots(self, control: Control) -> Slots:
+    def _slots(self, ranks: StoreRanks) -> Slots:
         inbound: dict[int, int] = {}
         outbound: dict[int, int] = {}
         common: dict[int, int] = {}
@@ -411,34 +381,26 @@ class HostRelay(RingLink):
             for rank, memory in self.memories.items() if self.sends_once else ():
                 common[rank] = self.registered(memory, offset, self.ring_bytes)
 
-        control.all(register)
-        return Slots(inbound, outbound, common)
+        ranks.all(register)
+        return inbound, outbound, common
 
 
 class RingFlight(Flight):
-    """The part of an exchange that a ring link carries.
-
-    Attributes:
-        what: The operation, for messages.
-        started: The exchange's.
-        ended: Recorded after its last chunk.
-    """
+    """The part of an exchange that a ring link carries; ``what`` is the operation, for messages."""
 
     def __init__(self, link: RingLink, exchange: Exchange, index: int) -> None:
-        self.what = exchange.what
-        self.link, self.part, self.pieces = link, exchange.parts[index], exchange.pieces
-        self.started, self._stream = exchange.started, exchange.stream
-        self._is_timed = exchange.is_timed
+        super().__init__(exchange, index)
+        self.what, self.link = exchange.what, link
+        self._pieces, self._stream = exchange.pieces, exchange.stream
         self._is_common = exchange.pieces[0].to_all and link.sends_once
-        self._received = sum(self.part.of(piece.receive.numel()) for piece in self.pieces)
 
     def steps(self) -> Iterator[None]:
         """Issues a chunk to and from every peer at a time."""
         link, (begin, end, chunk) = self.link, self.part
         chunk = min(chunk, link.slot_bytes)
         lanes = link.streams[: -(-(end - begin) // chunk)]
-        sends = [_bounded(link.outbound, piece.peer, piece.send) for piece in self.pieces]
-        receives = [_bounded(link.inbound, piece.peer, piece.receive) for piece in self.pieces]
+        sends = [(link.outbound[one.peer], *_bounds(one.send)) for one in self._pieces]
+        receives = [(link.inbound[one.peer], *_bounds(one.receive)) for one in self._pieces]
         # Streams that carry nothing would cost the host calls of the driver all the same.
         ways = [any(length > begin for _, _, length in way) for way in (sends, receives)]
         self.enter([stream for lane in lanes for stream in itertools.compress(lane, ways)])
@@ -466,11 +428,11 @@ class RingFlight(Flight):
 
     def leave(self) -> None:
         """Marks the end of the issued work."""
-        self.pieces = ()  # flights are kept for their times, tensors are not
+        self._pieces = ()
         first, *others = self._streams
         for stream in others:
             first.wait_stream(stream)
-        self.ended = self.link.queues.moment(first, self._is_timed)
+        self.ended = self.link.queues.moment(first, self.is_timed)
         self._end_number = None if first is self._stream else self.link.end(first)
         self.link.watch.add(self)
 
@@ -483,22 +445,12 @@ class RingFlight(Flight):
         return bool(self.ended.query())
 
     def join(self) -> None:
-        """Makes the current stream wait for it."""
+        """See the base class."""
         self.link.raise_if_broken()
         if self._end_number is not None:
             self.link.await_end(self._stream, self._end_number)
 
-    def seconds(self) -> float:
-        """By the GPU's clock, from when this rank could begin."""
-        return seconds_between(self.started, self.ended)
 
-    def num_bytes(self) -> int:
-        """Returns the bytes that this rank received by it."""
-        return self._received
-
-
-def _bounded(
-    rings: dict[int, list[_Ring]], peer: int, tensor: torch.Tensor
-) -> tuple[list[_Ring], int, int]:
-    """A peer's rings, and where a tensor lies and how long it is."""
-    return rings[peer], tensor.data_ptr(), tensor.numel()
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address and the length of a flat tensor of bytes."""
+    return tensor.data_ptr(), tensor.numel()

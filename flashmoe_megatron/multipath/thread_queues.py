@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.errors import DeviceError
+from flashmoe_megatron.multipath.memory import SharedMemory
 from flashmoe_megatron.multipath.queues import Queues
-from flashmoe_megatron.multipath.shared import SharedMemory
 
 SLOT_BYTES = 2**20
 _LONGEST_PAUSE_S = 1e-3
@@ -90,8 +90,8 @@ class ThreadQueues(Queues):
     """Queues of threads, and memory of a CPU.
 
     Args:
-        num_threads: How many threads there are, which queues share; by default each queue has its
-            own. A GPU may have a single hardware queue likewise.
+        num_threads: Threads that queues share, as a GPU may have a single hardware queue; by
+            default each queue has its own.
         slot_bytes: The size of a ring's slot.
     """
 
@@ -188,9 +188,16 @@ class ThreadQueues(Queues):
         word = ctypes.c_uint32.from_address(address)
         stream.run(functools.partial(setattr, word, "value", value & 0xFFFFFFFF))
 
-    def words(self, writes: Sequence[int], waits: Sequence[int]) -> "_Words":
+    def words(self, writes: Sequence[int], waits: Sequence[int]) -> Callable[[Any, int], None]:
         """See the base class."""
-        return _Words(self, writes, waits)
+
+        def issue(queue: Any, value: int) -> None:
+            for address in writes:
+                self.write_value(queue, address, value)
+            for address in waits:
+                self.wait_value(queue, address, value)
+
+        return issue
 
     def register(self, address: int, nbytes: int) -> int:
         """Returns the same address: a CPU sees all of its memory."""
@@ -265,20 +272,6 @@ class ThreadQueues(Queues):
             except Exception as error:  # noqa: BLE001 - the caller raises whichever it is
                 self._error = self._error or error
             work = None  # which may have tensors
-
-
-class _Words:
-    """Words that a queue writes, and others that it waits for."""
-
-    def __init__(self, queues: ThreadQueues, writes: Sequence[int], waits: Sequence[int]) -> None:
-        self._queues, self._writes, self._waits = queues, writes, waits
-
-    def issue(self, queue: Any, value: int) -> None:
-        """Issues them to a queue."""
-        for address in self._writes:
-            self._queues.write_value(queue, address, value)
-        for address in self._waits:
-            self._queues.wait_value(queue, address, value)
 
 
 def _wait(word: ctypes.c_uint32, value: int) -> None:

@@ -18,9 +18,7 @@ from flashmoe_megatron.multipath.balancer import (
     cut,
     size_class,
 )
-from flashmoe_megatron.multipath.control import Control, greatest
 from flashmoe_megatron.multipath.links import (
-    Between,
     Exchange,
     Flight,
     Link,
@@ -31,8 +29,8 @@ from flashmoe_megatron.multipath.links import (
     Writes,
 )
 from flashmoe_megatron.multipath.queues import Queues
-from flashmoe_megatron.multipath.times import Timed, Times
-from flashmoe_megatron.multipath.trials import one_of_a_row, row_of
+from flashmoe_megatron.multipath.trials import Timed, Times, greatest, one_of_a_row, row_of
+from flashmoe_megatron.ranks import StoreRanks
 
 _TRIAL_BYTES = 64 * 2**20
 """Bytes that links of one kind of wires move to each peer to find the faster one."""
@@ -66,11 +64,7 @@ class Load:
 
 
 class _Route(NamedTuple):
-    """How pieces go over links: see :meth:`Transfers.fly`.
-
-    Attributes:
-        alone: The link that carries all, -1 if none does.
-    """
+    """How pieces go over links, as :meth:`Transfers.fly` takes it; one ``alone``, or -1."""
 
     carried: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -95,6 +89,14 @@ class LinkTotals:
 class Transfers:
     """Transfers between the ranks of a group; every call is collective over it.
 
+    Args:
+        ranks: The ranks.
+        queues: The queues of the device where tensors are.
+        links: The links, which are closed if this fails.
+        leaves_out_slower: Whether the slower one of two links over the same wires carries nothing,
+            which is tried.
+        least_gain: The balancers'.
+
     Attributes:
         links: The links, in the order of the balancers'.
         balancer: Has the shares of data that differs for each peer; see :meth:`balancer_for`.
@@ -103,28 +105,18 @@ class Transfers:
 
     def __init__(
         self,
-        control: Control,
+        ranks: StoreRanks,
         queues: Queues,
         links: list[Link],
         *,
         leaves_out_slower: bool,
         least_gain: float,
     ) -> None:
-        """Binds them to links.
-
-        Args:
-            control: The ranks.
-            queues: The queues of the device where tensors are.
-            links: The links, which are closed if this fails.
-            leaves_out_slower: Whether the slower one of two links over the same wires carries
-                nothing, which is tried.
-            least_gain: The balancers'.
-        """
         self.links = links
         for link in links:
             link.partners = [other for other in links if other is not link]
-        self._control, self._queues = control, queues
-        self._rank, self._num_ranks = control.rank, control.num_ranks
+        self._ranks, self._queues = ranks, queues
+        self._rank, self._num_ranks = ranks.rank, ranks.num_ranks
         self._number = 0
         self._times: dict[tuple[Balancer, int], Times] = {}
         names = [link.name for link in links]
@@ -162,17 +154,12 @@ class Transfers:
         each = [sends] * self._num_ranks if isinstance(sends, torch.Tensor) else sends
         order = [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
         return [
-            Piece(peer, _bytes_of(each[peer]), _bytes_of(receives[peer]), place, to_all)
-            for peer in order
+            Piece(one, each[one].view(torch.uint8), receives[one].view(torch.uint8), place, to_all)
+            for one in order
         ]
 
     def balancer_for(self, is_direct: bool, to_all: bool) -> Balancer:
-        """Has the shares of one kind of pieces.
-
-        Args:
-            is_direct: Whether peer copies write them without a detour.
-            to_all: Whether every peer gets the same, which some links send only once.
-        """
+        """Has the shares of pieces that peer copies write directly, or that every peer gets."""
         return self._balancers[is_direct, to_all and any(link.sends_once for link in self.links)]
 
     def load(
@@ -214,23 +201,25 @@ class Transfers:
         carried, chunks, alone = self._settled(load, shares)
         # Ranks note the same transfers, also where only some of them have other work meanwhile.
         is_noted = times.is_next_timed()
+        moved: list[Moved | None] = [None] * len(self.links)
         if load.writes is not None and meanwhile is None:
-            link = self.links[alone]
-            self._totals[link.name].nbytes += load.writes.received
-            if is_noted:
-                moved = self._write_timed(link, load.what, load.writes)
-                self._note(balancer, inbound, times.add(shares, moved))
-            else:
-                self._write(link, load.what, load.writes)
-            return {link}
-        flights = self.fly(load.what, load.pieces, carried, chunks, meanwhile, is_timed=is_noted)
-        used = set()
-        for link, flight in zip(self.links, flights, strict=True):
-            if flight is not None:
-                used.add(link)
-                self._totals[link.name].nbytes += flight.num_bytes()
+            # One link carries all, and untimed it leaves the host little else to do.
+            started = self._queues.mark() if is_noted else None
+            self._write(self.links[alone], load.what, load.writes)
+            self._totals[self.links[alone].name].nbytes += load.writes.received
+            used = {self.links[alone]}
+            if started is not None:
+                moved[alone] = one = Moved(started, load.writes.received)
+                one.ended = self._queues.mark()
+        else:
+            moved[:] = self.fly(load.what, load.pieces, carried, chunks, meanwhile, is_noted)
+            used = set()
+            for link, flight in zip(self.links, moved, strict=True):
+                if flight is not None:
+                    used.add(link)
+                    self._totals[link.name].nbytes += flight.nbytes
         if is_noted:
-            self._note(balancer, inbound, times.add(shares, flights))
+            self._note(balancer, inbound, times.add(shares, moved))
         return used
 
     def _times_of(self, load: Load) -> Times:
@@ -239,20 +228,12 @@ class Transfers:
         if key not in self._times:
             if not load.balancer.is_tuned(load.inbound):
                 self.tune(load)
-            self._times[key] = Times(self._control)
+            self._times[key] = Times(self._ranks)
         return self._times[key]
 
     def _write(self, link: Link, what: str, writes: Writes) -> None:
-        """Writes by one link alone, untimed: the host has little else to do."""
         self._number += 1
         link.write(self._number, what, writes, self._queues.current())
-
-    def _write_timed(self, link: Link, what: str, writes: Writes) -> list[Moved | None]:
-        """The same between two moments of the current stream, link by link."""
-        started = self._queues.mark()
-        self._write(link, what, writes)
-        moved = Between(started, self._queues.mark(), writes.received)
-        return [moved if one is link else None for one in self.links]
 
     def _settled(self, load: Load, shares: tuple[float, ...]) -> _Route:
         """Returns how pieces go by shares; a load that moves time and again keeps it."""
@@ -283,11 +264,11 @@ class Transfers:
         """Moves so many bytes of every piece over each link; the current stream waits for it.
 
         Args:
-            what: As in :class:`Load`.
-            pieces: As there.
+            what: As :class:`Load` has it, like ``pieces`` and ``meanwhile``.
+            pieces: Likewise.
             carried: Bytes of every piece for each link.
             chunks: Bytes that each link moves at once.
-            meanwhile: As in :class:`Load`.
+            meanwhile: Likewise.
             is_timed: Whether flights have times.
 
         Returns:
@@ -299,29 +280,23 @@ class Transfers:
         started = self._queues.moment(stream, is_timed)
         is_beside = meanwhile is not None
         exchange = Exchange(self._number, what, pieces, parts, stream, started, is_beside, is_timed)
-        flights: list[Flight | None] = [None] * len(carried)
-        for index in used:
-            flights[index] = self.links[index].begin(exchange, index)
-        steps = [flight.steps() if flight else iter(()) for flight in flights]
+        flights = {index: self.links[index].begin(exchange, index) for index in used}
+        steps = {index: flight.steps() for index, flight in flights.items()}
         for index in turns:
             next(steps[index], None)
-        for index in used:
-            for _ in steps[index]:
+        for rest in steps.values():
+            for _ in rest:
                 pass
         if meanwhile is not None:
             self._queues.do(meanwhile)
-        for index in used:
-            flight = flights[index]
-            assert flight is not None
+        for flight in flights.values():
             flight.join()
-        return flights
+        return [flights.get(index) for index in range(len(carried))]
 
     def tune(self, load: Load) -> None:
         """Finds the shares of a size class by moving bytes, time and again. Collective."""
         what, pieces, inbound = load.what, load.pieces, load.inbound
-        shape = (self._num_ranks + 1, GRAIN)
-        idle = torch.empty(shape, dtype=torch.uint8, device=self._queues.device)
-        meeting = self.pieces([idle[-1]] * self._num_ranks, list(idle[:-1]))
+        meeting = self._idle(GRAIN)
 
         def measure(carried: Sequence[int], chunks: Sequence[int]) -> Sequence[float]:
             # The balancer counts what a rank receives of all peers, a link what it moves to each.
@@ -339,9 +314,9 @@ class Transfers:
                 if writes is not None:  # an untimed transfer goes so, and takes less
                     write = functools.partial(self._write, link, what, writes)
                     _, took = row_of(write, self._queues)
-                    (slowest,) = greatest(self._control.gather([took]))
+                    (slowest,) = greatest(self._ranks.gather([took]))
                     return [slowest if one is link else 0.0 for one in self.links]
-            return one_of_a_row(move, self._queues, self._control.gather)
+            return one_of_a_row(move, self._queues, self._ranks.gather)
 
         load.balancer.tune(inbound, measure)
         self._route.cache_clear()
@@ -351,17 +326,21 @@ class Transfers:
         rivals = [index for index, link in enumerate(self.links) if link.name in names]
         if len(rivals) < 2:
             return None
-        shape = (self._num_ranks + 1, _TRIAL_BYTES)
-        empty = torch.empty(shape, dtype=torch.uint8, device=self._queues.device)
-        pieces = self.pieces([empty[-1]] * self._num_ranks, list(empty[:-1]))
+        pieces = self._idle(_TRIAL_BYTES)
         took = dict.fromkeys(rivals, math.inf)
         for index in rivals * 3:  # the first time also pays for objects that are made then
             carried = [_TRIAL_BYTES * (one == index) for one in range(len(self.links))]
             flights = self.fly("a trial", pieces, carried, [CHUNKS[-1]] * len(carried))
             flight = flights[index]
             assert flight is not None
-            took[index] = min(took[index], *greatest(self._control.gather([flight.seconds()])))
+            took[index] = min(took[index], *greatest(self._ranks.gather([flight.seconds()])))
         return self.links[max(rivals, key=lambda index: took[index])].name
+
+    def _idle(self, nbytes: int) -> list[Piece]:
+        """Pieces of so many bytes, whose values have no meaning."""
+        shape = (self._num_ranks + 1, nbytes)
+        idle = torch.empty(shape, dtype=torch.uint8, device=self._queues.device)
+        return self.pieces([idle[-1]] * self._num_ranks, list(idle[:-1]))
 
     def _note(self, balancer: Balancer, inbound: int, known: Iterable[Timed]) -> None:
         """Hands times to the balancer, a window at a time and after all ranks have agreed."""
@@ -409,7 +388,3 @@ def _plan(
     moments = [(turn / count, link) for link, count in enumerate(counts) for turn in range(count)]
     used = [index for index, nbytes in enumerate(carried) if nbytes]
     return parts, used, [link for _, link in sorted(moments)]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, HostGroups, host_groups
-from flashmoe_megatron.multipath.arena import Arena, Region
-from flashmoe_megatron.multipath.gpu_queues import GpuQueues
+from flashmoe_megatron.multipath.peer_copies import Arena, Region
+from flashmoe_megatron.multipath.queues import GpuQueues
 from flashmoe_megatron.options import BackendOptions, ExchangeKind
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.streams import Lane, Mark, current_stream, index_of, mark, wait
@@ -299,7 +299,7 @@ class Copies(Exchange):
 
     def raise_if_broken(self) -> None:
         """See the base class."""
-        self._arena.raise_if_broken()
+        self._arena.link.raise_if_broken()
 
     def restart(self) -> None:
         """See the base class."""
@@ -327,7 +327,7 @@ class Copies(Exchange):
         slots = [
             Slot(
                 rows[begin[self.rank] : end[self.rank]],
-                (region, {peer: begin[peer] * width for peer in self._arena.peers}),
+                (region, {peer: begin[peer] * width for peer in self._arena.link.peers}),
             )
             for begin, end in itertools.pairwise(ends)
         ]
@@ -335,7 +335,7 @@ class Copies(Exchange):
 
     def guard(self, rows: torch.Tensor) -> None:
         """See the base class."""
-        self._arena.guard(rows.view(-1))
+        self._arena.link.guard(rows.view(-1))
 
     def _send(self, slot: Slot, send: torch.Tensor, counts: Counts, ready: Mark) -> None:
         assert slot.where is not None, "rows are copied to a slot of the arena"
@@ -349,7 +349,7 @@ class Copies(Exchange):
                 send.data_ptr() + sent[peer] * width,
                 counts[rank][peer] * width,
             )
-            for peer in self._arena.peers
+            for peer in self._arena.link.peers
             if counts[rank][peer]
         ]
         what = f"{sum(map(sum, counts))} rows of {width} bytes"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import FlashMoELayer, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, ShapeError
-from flashmoe_megatron.multipath import comparison
+from flashmoe_megatron.multipath import trials
 from flashmoe_megatron.multipath.multipath import Multipath
 from tests.distributed import RankError, RankPool
 
@@ -108,7 +108,7 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
             return exchange(load)
 
         patch.setattr(multipath.transfers, "exchange", noted)
-        patch.setattr(comparison, "row_of", lambda move, _: ([move()], next(takes)))
+        patch.setattr(trials, "row_of", lambda move, _: ([move()], next(takes)))
         gathered = torch.zeros(ranks * LENGTH, device="cuda")
         for async_op in (False, True):
             multipath.all_gather(gathered, parts[rank])

@@ -23,8 +23,8 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import HostGrid, host_groups
 from flashmoe_megatron.kernel import captured, group_memory, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
-from flashmoe_megatron.multipath.arena import Arena
 from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.peer_copies import Arena
 from flashmoe_megatron.multipath.thread_queues import ThreadQueues
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import Ranks
@@ -257,7 +257,7 @@ def test_nobody_waits_for_a_peer_that_is_given_up(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     memory = GroupMemory(alone, DEVICE, BackendOptions())
-    memory._control = SimpleNamespace(leave=lambda: None, is_left=lambda: False)
+    memory._ranks = SimpleNamespace(leave=lambda: None, is_left=lambda: False)
     memory.leave()
     assert not memory.is_left()
     memory.is_void = True

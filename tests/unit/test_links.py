@@ -13,19 +13,18 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.errors import DeviceError, HeapError, LinkError
-from flashmoe_megatron.multipath import gpu_queues, shared
-from flashmoe_megatron.multipath.arena import Arena
+from flashmoe_megatron.multipath import memory, queues
 from flashmoe_megatron.multipath.choose import make_links
-from flashmoe_megatron.multipath.control import Control
-from flashmoe_megatron.multipath.gpu_queues import GpuQueues
-from flashmoe_megatron.multipath.inbox import Inbox
 from flashmoe_megatron.multipath.links import Place
-from flashmoe_megatron.multipath.mapped import Block
+from flashmoe_megatron.multipath.memory import Block, SharedMemory
 from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.peer_copies import Arena
+from flashmoe_megatron.multipath.queues import GpuQueues
+from flashmoe_megatron.multipath.reductions import Inbox
 from flashmoe_megatron.multipath.ring import HostRelay
-from flashmoe_megatron.multipath.shared import SharedMemory
 from flashmoe_megatron.multipath.thread_queues import ThreadQueues
 from flashmoe_megatron.multipath.transfers import Transfers
+from flashmoe_megatron.ranks import StoreRanks
 
 CPU = torch.device("cpu")
 
@@ -40,7 +39,7 @@ def bare(kind: Any, **attributes: Any) -> Any:
 def test_a_forward_is_behind_what_was_read_and_what_was_broken_off() -> None:
     waits: list[object] = []
     link = SimpleNamespace(raise_if_broken=lambda: None)
-    arena = bare(Arena, _link=link, _stream="the last one", _writer="broken off")
+    arena = bare(Arena, link=link, _stream="the last one", _writer="broken off")
     stream: Any = SimpleNamespace(wait_stream=waits.append)
     arena.restart(stream)
     assert waits == ["the last one", "broken off"]
@@ -61,7 +60,7 @@ def test_a_failed_link_is_not_asked_for_memory_again(monkeypatch: pytest.MonkeyP
 
     link = SimpleNamespace(allocate=allocate, raise_if_broken=raise_if_broken)
     with pytest.raises(LinkError, match="a peer is gone"):
-        bare(Arena, _link=link, _memory=None, _outgrown=[])._grow(64)
+        bare(Arena, link=link, _memory=None, _outgrown=[])._grow(64)
     assert asked == [64]
 
 
@@ -74,9 +73,9 @@ def test_links_that_were_made_before_one_fails_are_closed() -> None:
     made = [
         lambda *_, name=name: SimpleNamespace(close=lambda: closed.append(name)) for name in "ab"
     ]
-    control: Any = None
+    ranks: Any = None
     with pytest.raises(LinkError, match="no wires"):
-        make_links(control, ThreadQueues(), [*made, fail])
+        make_links(ranks, ThreadQueues(), [*made, fail])
     assert closed == ["a", "b"]
 
 
@@ -84,7 +83,7 @@ def test_nothing_of_what_ranks_have_told_stays_in_the_store() -> None:
     """A training tells times for weeks."""
     store = dist.HashStore()
     ranks = [
-        bare(Control, _store=store, _prefix="x", rank=rank, num_ranks=3, timeout=5.0)
+        bare(StoreRanks, _store=store, _prefix="x", rank=rank, num_ranks=3, timeout=5.0)
         for rank in range(3)
     ]
     for number in range(2):
@@ -142,7 +141,7 @@ def test_a_host_without_room_keeps_no_descriptor(monkeypatch: pytest.MonkeyPatch
     def truncate(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shared.os, "ftruncate", truncate)
+    monkeypatch.setattr(memory.os, "ftruncate", truncate)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(HeapError, match="ENOSPC"):
         SharedMemory.create(4096)
@@ -159,9 +158,9 @@ def test_of_two_links_over_the_same_wires_the_slower_one_is_found() -> None:
             for one, nbytes in zip(links, carried, strict=True)
         ]
 
-    control = SimpleNamespace(gather=lambda row: [row])
+    ranks = SimpleNamespace(gather=lambda row: [row])
     transfers = bare(
-        Transfers, links=links, fly=fly, pieces=lambda *_: [], _control=control, _num_ranks=1
+        Transfers, links=links, fly=fly, pieces=lambda *_: [], _ranks=ranks, _num_ranks=1
     )
     transfers._queues = SimpleNamespace(device=torch.device("meta"))
     assert transfers._slower("peer", "nccl") == "nccl"
@@ -194,7 +193,7 @@ def test_what_is_closed_holds_no_tensors() -> None:
     multipath = bare(
         Multipath,
         _broken=LinkError("a peer is gone"),
-        _control=SimpleNamespace(leave=lambda: None),
+        _ranks=SimpleNamespace(leave=lambda: None),
         _in_place=known,
         _queues=ThreadQueues(),
         device=CPU,
@@ -236,7 +235,7 @@ def test_a_call_on_a_gpu_is_in_order_with_the_streams_around_it(
             calls.append(f"{self.name} waits for {event}")
 
     current, own, earlier = (Stream(name=name) for name in ("current", "own", "earlier"))
-    monkeypatch.setattr(gpu_queues, "current_stream", lambda _: current)
+    monkeypatch.setattr(queues, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda one: noted(calls, f"on {one}"))
     monkeypatch.setattr(torch.cuda, "stream", lambda one: noted(calls, f"in {one.name}"))

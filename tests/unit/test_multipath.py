@@ -41,18 +41,18 @@ from flashmoe_megatron.multipath.balancer import (
     cut,
     size_class,
 )
-from flashmoe_megatron.multipath.control import Control
+from flashmoe_megatron.multipath.memory import SharedMemory
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.queues import Queues
+from flashmoe_megatron.multipath.reductions import sum_in_order
 from flashmoe_megatron.multipath.ring import HostRelay
-from flashmoe_megatron.multipath.shared import SharedMemory
-from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
-from flashmoe_megatron.multipath.sums import sum_in_order
 from flashmoe_megatron.multipath.thread_queues import ThreadMoment, ThreadQueue, ThreadQueues
+from flashmoe_megatron.ranks import StoreRanks
 from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import PATIENCE_S, RankError, RankPool, renamed, run_ranks
 from tools.bench import multipath as bench
 from tools.bench.multipath import PacedRelay, _right, _wait_for_pacer, table
+from tools.bench.simulated_links import SimulatedLink, measure
 
 MACHINES = {
     "H800": [("nvlink", 132, 20), ("pcie", 22, 170), ("rdma", 13, 100)],
@@ -472,7 +472,7 @@ def operations(group: dist.ProcessGroup) -> dict[str, int]:
         carried = cut(multipath.transfers.balancer.shares(length), 2**20)
         flights = multipath.transfers.fly("a measurement", pieces, carried, [2**16] * 2)
         moved = {
-            link.name: flight.num_bytes()
+            link.name: flight.nbytes
             for link, flight in zip(multipath.transfers.links, flights, strict=True)
             if flight is not None
         }
@@ -659,13 +659,13 @@ def unknown(group: dist.ProcessGroup) -> list[str]:
     return said
 
 
-def without_room(control: Control, queues: Queues) -> HostRelay:
+def without_room(ranks: StoreRanks, queues: Queues) -> HostRelay:
     def fail() -> int:
         raise HeapError("the host has no bytes")
 
-    if control.rank == 0:
+    if ranks.rank == 0:
         vars(queues).update(numa_node=fail)
-    return HostRelay(control, queues)
+    return HostRelay(ranks, queues)
 
 
 def test_links_that_cannot_be_made_are_refused_on_every_rank(ranks: RankPool) -> None:
@@ -677,7 +677,7 @@ def test_links_that_cannot_be_made_are_refused_on_every_rank(ranks: RankPool) ->
 
 def agree_with_a_rank_that(group: dist.ProcessGroup, error: type[Exception]) -> tuple[str, Any]:
     """What a rank hears where the last one fails, and what all tell each other behind that."""
-    rank, control = dist.get_rank(group), Control(group, 20)
+    rank, ranks = dist.get_rank(group), StoreRanks(group, 20, purpose="test")
 
     def make() -> int:
         if rank == 1:
@@ -685,8 +685,8 @@ def agree_with_a_rank_that(group: dist.ProcessGroup, error: type[Exception]) -> 
         return rank
 
     with pytest.raises(FlashMoEError) as told:
-        control.all(make)
-    return str(told.value), control.all(lambda: rank)
+        ranks.all(make)
+    return str(told.value), ranks.all(lambda: rank)
 
 
 @pytest.mark.parametrize("error", [LinkError, OSError, RuntimeError])

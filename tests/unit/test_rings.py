@@ -27,13 +27,13 @@ from flashmoe_megatron.errors import (
     reason_of,
 )
 from flashmoe_megatron.multipath import board, ring
-from flashmoe_megatron.multipath.arena import Arena
-from flashmoe_megatron.multipath.gpu_queues import GpuQueues
 from flashmoe_megatron.multipath.links import Moved
 from flashmoe_megatron.multipath.multipath import MIN_MAPPED_BYTES, Multipath
+from flashmoe_megatron.multipath.peer_copies import Arena
+from flashmoe_megatron.multipath.queues import GpuQueues
 from flashmoe_megatron.multipath.ring import HostRelay
 from flashmoe_megatron.multipath.thread_queues import ThreadMoment, ThreadQueue, ThreadQueues
-from flashmoe_megatron.multipath.times import Times
+from flashmoe_megatron.multipath.trials import Times
 from flashmoe_megatron.separate.exchange import Copies
 from tests.distributed import RankPool, assert_waited
 from tools.bench import multipath as bench
@@ -105,7 +105,7 @@ def without_a_pacer(group: dist.ProcessGroup) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.multiprocessing, "get_context", lambda _: Mock())
         patch.setattr(bench, "_wait_for_pacer", lambda *_: None)
-        links = [lambda control, queues: bench.PacedCopies(control, queues, 1.0)]
+        links = [lambda ranks, queues: bench.PacedCopies(ranks, queues, 1.0)]
         multipath = opened(group, queues, links)
         output = multipath.empty(200)
         multipath.transfers.links[0].timeout = 2  # from here on
@@ -738,7 +738,7 @@ def noted_times(group: dist.ProcessGroup) -> list[int]:
             def noting(
                 self: Times, shares: tuple[float, ...], links: Sequence[Moved | None]
             ) -> Any:
-                noted.append(sum(one.num_bytes() for one in links if one))
+                noted.append(sum(one.nbytes for one in links if one))
                 return add(self, shares, links)
 
             patch.setattr(Times, "add", noting)
@@ -807,7 +807,7 @@ def test_other_parts_of_memory_are_refused_on_every_rank(operation: str, ranks: 
 
 def test_slots_of_many_ranks() -> None:
     gpu = GpuQueues(torch.device("cuda", 0))
-    sizes = [gpu.slot_bytes(peers) for peers in (1, 3, 7, board.MAX_RANKS - 1)]
+    sizes = [gpu.slot_bytes(4 * peers) for peers in (1, 3, 7, board.MAX_RANKS - 1)]
     assert sizes == [2**25, 2**23, 2**22, 2**22]
 
 
@@ -850,7 +850,9 @@ def writes_of_any_size(group: dist.ProcessGroup, num_queues: int) -> None:
             sizes = [[draw.randrange(most + 1) for _ in range(ranks)] for _ in range(ranks)]
             region = arena.take([sum(column) for column in zip(*sizes, strict=True)])
             begins = [sum(row[target] for row in sizes[:rank]) for target in range(ranks)]
-            sent = {peer: bytes_of(rank, peer, call, sizes[rank][peer]) for peer in arena.peers}
+            sent = {
+                peer: bytes_of(rank, peer, call, sizes[rank][peer]) for peer in arena.link.peers
+            }
             copies = [
                 (region.place.targets[peer] + begins[peer], one.data_ptr(), one.numel())
                 for peer, one in sent.items()
@@ -887,7 +889,7 @@ def without_a_peer(group: dist.ProcessGroup) -> str:
     arena = Arena(group, queues, 30)
     arena.restart(current)
     region = arena.take([64, 64])
-    arena._link.timeout = 2  # from here on
+    arena.link.timeout = 2  # from here on
     if rank == 0:
         arena.write("8 rows", [], region, current)
         current.synchronize()  # which ends, since the link lets its streams go
@@ -910,7 +912,7 @@ def hears_while_it_waits(group: dist.ProcessGroup) -> list[str]:
     copies.restart = functools.partial(copies._arena.restart, current)
     copies.restart()
     region = copies._arena.take([64, 64])
-    copies._arena._link.timeout = 1  # from here on
+    copies._arena.link.timeout = 1  # from here on
     if rank == 0:
         copies._arena.write("8 rows", [], region, current)
         copies.restart()

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe_megatron.multipath import comparison
+from flashmoe_megatron.multipath import trials
 from flashmoe_megatron.multipath.balancer import MAX_TRIALS, WINDOW, Balancer, chunks_of, cut
-from flashmoe_megatron.multipath.times import Times
-from flashmoe_megatron.multipath.trials import one_of_a_row, seconds_of
+from flashmoe_megatron.multipath.trials import Times, one_of_a_row, seconds_of
 
 MIB = 2**20
 LATENCY_S = 20e-6
@@ -32,7 +31,7 @@ class Event:
 class Flight:
     def __init__(self, took: float) -> None:
         self.seconds = lambda: took
-        self.num_bytes = lambda: 1
+        self.nbytes = 1
 
 
 def test_one_in_eight_is_timed() -> None:
@@ -50,11 +49,11 @@ def test_times_are_the_slowest_ranks_and_come_two_windows_later() -> None:
         return SimpleNamespace(wait=lambda: [values, [2 * one for one in values]])
 
     def flight(seconds: float, nbytes: int) -> Any:
-        return SimpleNamespace(seconds=lambda: seconds, num_bytes=lambda: nbytes)
+        return SimpleNamespace(seconds=lambda: seconds, nbytes=nbytes)
 
     for num_pairs, num_asked in ((4 * span, 3), (1, 1), (0, 0)):
-        control: Any = SimpleNamespace(ask=ask)
-        times, found, want = Times(control), [], []
+        ranks: Any = SimpleNamespace(ask=ask)
+        times, found, want = Times(ranks), [], []
         for index in range(4 * span):
             is_pair = index < num_pairs
             other = flight(index + 0.5, 2 * index) if is_pair else None
@@ -86,8 +85,8 @@ def test_ranks_have_the_same_shares_when_a_link_comes_back() -> None:
                 index = next(asked)
                 return SimpleNamespace(wait=lambda: [one[index] for one in told])
 
-            control: Any = SimpleNamespace(ask=ask)
-            self.times = Times(control)
+            ranks: Any = SimpleNamespace(ask=ask)
+            self.times = Times(ranks)
 
         @staticmethod
         def took(carried: Sequence[int], chunks: Sequence[int]) -> list[float]:
@@ -248,12 +247,10 @@ def test_links_have_to_win_by_a_margin_on_the_slowest_rank(
     def row(move: Callable[[], Any], queues: object) -> tuple[list[Any], float]:
         return [], next(lucky) if move() == "links" else 1.0
 
-    monkeypatch.setattr(comparison, "row_of", row)
-    transfers = SimpleNamespace(exchange=lambda load: moved.append(load.what) or "links")
-    control = SimpleNamespace(gather=lambda own: [own, others])
-    compared = comparison.Comparison(control, transfers, None)  # type: ignore[arg-type]
-    balancer = Balancer(["a"])
-    for what, inbound in (("first", 100), ("second", 120), ("other", 2**20)):
-        load = SimpleNamespace(what=what, inbound=inbound, balancer=balancer)
-        assert compared.is_won(load, lambda: "plain") == is_won  # type: ignore[arg-type]
+    monkeypatch.setattr(trials, "row_of", row)
+    ranks: Any = SimpleNamespace(gather=lambda own: [own, others])
+    compared = trials.Comparison(ranks, None)  # type: ignore[arg-type]
+    for what, key in (("first", 7), ("second", 7), ("other", 20)):
+        links = functools.partial(lambda one: moved.append(one) or "links", what)
+        assert compared.is_won(key, links, lambda: "plain") == is_won
     assert moved == ["first"] * 6 + ["other"] * 6  # once to tune, and once for each class

@@ -43,17 +43,17 @@ from flashmoe_megatron.bench.shapes import SHAPES
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.errors import LinkError
 from flashmoe_megatron.multipath.balancer import Balancer, chunks_of, cut
-from flashmoe_megatron.multipath.control import Control
 from flashmoe_megatron.multipath.links import Piece
+from flashmoe_megatron.multipath.memory import SegmentPlace, SharedMemory
 from flashmoe_megatron.multipath.multipath import Multipath
 from flashmoe_megatron.multipath.peer_copies import PeerCopies
 from flashmoe_megatron.multipath.queues import Queues
 from flashmoe_megatron.multipath.ring import HostRelay, far_ahead, has_counted
-from flashmoe_megatron.multipath.shared import SegmentPlace, SharedMemory
-from flashmoe_megatron.multipath.simulated import SimulatedLink, measure
+from flashmoe_megatron.ranks import StoreRanks
 from tools.arguments import not_negative, positive
 from tools.bench import common
 from tools.bench.gate import require_gate
+from tools.bench.simulated_links import SimulatedLink, measure
 
 PUBLISHED = (
     ("all_reduce", 2, 139, 175),
@@ -121,16 +121,16 @@ class PacedRelay(HostRelay):
     """The relay between threads, whose rank sends no more than so many bytes per second.
 
     Args:
-        control: The ranks.
+        ranks: The ranks.
         queues: Threads.
         rate: Bytes per second.
         name: The link's.
     """
 
-    def __init__(self, control: Control, queues: Queues, rate: float, name: str) -> None:
+    def __init__(self, ranks: StoreRanks, queues: Queues, rate: float, name: str) -> None:
         self.name, self._rate = name, rate
         self._lock, self._free_at = threading.Lock(), 0.0
-        super().__init__(control, queues)
+        super().__init__(ranks, queues)
 
     def admit(self, stream: Any, nbytes: int) -> None:
         """Has a queue wait until so many more bytes may have left."""
@@ -173,8 +173,8 @@ def threads(rank: int, ranks: int, args: argparse.Namespace) -> None:
 class PacedCopies(PeerCopies):
     """Peer copies that another process of this host lets go on at a rate, by the clock."""
 
-    def __init__(self, control: Control, queues: Queues, gbps: float) -> None:
-        super().__init__(control, queues)
+    def __init__(self, ranks: StoreRanks, queues: Queues, gbps: float) -> None:
+        super().__init__(ranks, queues)
         self._orders = SharedMemory.create(4096 + 8 * 1024)
         self._words = queues.register(self._orders.address, self._orders.nbytes)
         self._count = 0
@@ -247,8 +247,8 @@ def gpus(rank: int, ranks: int, args: argparse.Namespace) -> None:
     device = torch.device("cuda", 0 if args.same_gpu else rank)
     torch.cuda.set_device(device)
 
-    def paced(control: Control, queues: Queues) -> PeerCopies:
-        return PacedCopies(control, queues, args.pace)
+    def paced(ranks: StoreRanks, queues: Queues) -> PeerCopies:
+        return PacedCopies(ranks, queues, args.pace)
 
     links = [paced if name == "peer" and args.pace else name for name in args.links]
     open_links = functools.partial(Multipath, links=links, min_bytes=1, timeout=60, device=device)
@@ -538,7 +538,7 @@ def _right(both: Multipath, count: int, largest: int = 2**26) -> dict[str, Any]:
     def counted(*args: Any, **kwargs: Any) -> list[Any]:
         flights = fly(*args, **kwargs)
         for link, flight in zip(transfers.links, flights, strict=True):
-            moved[link.name] += flight.num_bytes() if flight else 0
+            moved[link.name] += flight.nbytes if flight else 0
         return flights
 
     transfers.fly = counted  # type: ignore[method-assign]

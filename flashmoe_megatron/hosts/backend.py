@@ -64,7 +64,7 @@ class SavedOverHosts:
         legs: The ways of its tokens.
         choices: Their routing.
         backend: The backend that has run within the host.
-        launches: What each of its launches has saved.
+        launches: The saved state of each of its launches.
         num_rows: Rows of each, by leg.
         dtype: The tokens'.
     """

@@ -36,13 +36,9 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """A host's results for tokens.
+    """A host's rows for this rank's tokens, ``None`` for all in order.
 
-    Attributes:
-        host: It.
-        tokens: This rank's, ``None`` for all in order.
-        rows: A row of each.
-        wait: Has to be called before they are read.
+    ``wait`` has to be called before the rows are read.
     """
 
     host: int
@@ -264,12 +260,9 @@ class ExactCrossing:
 
 @dataclass(frozen=True)
 class FixedCrossing:
-    """Rows of all hosts' tokens in the order of hosts, ``most`` of each.
+    """Rows of all hosts' tokens in the order of hosts, ``most`` of each, on every rank.
 
-    Attributes:
-        num_tokens: This rank's own.
-        most: Rows of each host, the same on every rank.
-        sent_routes: ``[num_hosts, most, width]``, this rank's tokens' routes on each host.
+    The ``num_tokens`` are this rank's, whose routes on each host are ``[num_hosts, most, width]``.
     """
 
     num_tokens: int

@@ -19,6 +19,7 @@ from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError,
 from flashmoe_megatron.multipath import trials
 from flashmoe_megatron.multipath.multipath import Multipath
 from tests.distributed import RankError, RankPool
+from tests.unit.summands import contribution, in_order
 
 pytestmark = pytest.mark.gpu
 
@@ -51,19 +52,6 @@ def made(group: dist.ProcessGroup, **options: object) -> Multipath:
     torch.cuda.set_device(0)
     given: dict = {"links": ("peer", "host"), "min_bytes": 1, "timeout": 20.0, **options}
     return Multipath(group, **given)
-
-
-def contribution(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-100, 100, (length,), generator=generator).to(dtype).div(7).to(dtype)
-
-
-def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    wide = torch.float32 if parts[0].dtype.is_floating_point else parts[0].dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(parts[0].dtype)
 
 
 def all_operations(group: dist.ProcessGroup, dtypes: list[torch.dtype]) -> None:

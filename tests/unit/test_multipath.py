@@ -50,6 +50,7 @@ from flashmoe_megatron.multipath.thread_queues import ThreadMoment, ThreadQueue,
 from flashmoe_megatron.ranks import StoreRanks
 from flashmoe_megatron.telemetry.totals import LINKS
 from tests.distributed import PATIENCE_S, RankError, RankPool, renamed, run_ranks
+from tests.unit.summands import contribution, in_order
 from tools.bench import multipath as bench
 from tools.bench.multipath import PacedRelay, _right, _wait_for_pacer, table
 from tools.bench.simulated_links import SimulatedLink, measure
@@ -285,7 +286,7 @@ def test_sums_are_rounded_once_and_in_rank_order(
 ) -> None:
     if average and dtype == torch.int8:
         pytest.skip("integers have no average")
-    parts = contributions(num_ranks, 50, dtype)
+    parts = [contribution(rank, 50, dtype) for rank in range(num_ranks)]
     if average:
         parts[0][0] = parts[1][0] = 0.75 * torch.finfo(dtype).max  # float16 cannot hold the sum
     wide = dtype if dtype in (torch.int8, torch.float32) else torch.float32
@@ -406,26 +407,9 @@ def links_of(kind: type[PacedRelay], rates: Mapping[str, float]) -> list[Any]:
     return [functools.partial(kind, rate=rate, name=name) for name, rate in rates.items()]
 
 
-def contributions(ranks: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    made = []
-    for rank in range(ranks):
-        generator = torch.Generator().manual_seed(rank)
-        made.append(torch.randint(-100, 100, (length,), generator=generator).div(7).to(dtype))
-    return made
-
-
-def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype.is_floating_point else dtype
-    total = parts[0].to(wide)
-    for part in parts[1:]:
-        total = total + part.to(wide)
-    return total.to(dtype)
-
-
 def check_operations(multipath: Multipath, dtype: torch.dtype, length: int) -> None:
     rank, ranks = multipath.rank, multipath.num_ranks
-    parts = contributions(ranks, ranks * length, dtype)
+    parts = [contribution(one, ranks * length, dtype) for one in range(ranks)]
     gathered = torch.empty(ranks * ranks * length, dtype=dtype)
     own = gathered[rank * ranks * length : (rank + 1) * ranks * length]  # as Megatron has it
     own.copy_(parts[rank])

@@ -36,6 +36,7 @@ from flashmoe_megatron.multipath.thread_queues import ThreadMoment, ThreadQueue,
 from flashmoe_megatron.multipath.trials import Times
 from flashmoe_megatron.separate.exchange import Copies
 from tests.distributed import RankPool, assert_waited
+from tests.unit.summands import contribution
 from tools.bench import multipath as bench
 
 CPU = torch.device("cpu")
@@ -289,11 +290,6 @@ def trials_alone(group: dist.ProcessGroup, is_direct: bool) -> None:
 @pytest.mark.parametrize("is_direct", [False, True])
 def test_what_a_link_writes_alone_is_tried_as_it_goes(is_direct: bool, ranks: RankPool) -> None:
     ranks.run(trials_alone, is_direct, num_ranks=2)
-
-
-def contribution(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(-100, 100, (length,), generator=generator).div(7).to(dtype)
 
 
 def reductions(group: dist.ProcessGroup, num_queues: int) -> None:

@@ -91,8 +91,8 @@ MEASURED = [
     ["__main__"],
 ]
 BENCH = [
-    ["machine", "shapes", "stopwatch", "style"],
-    ["described", "timer"],
+    ["shapes", "stopwatch", "style"],
+    ["described", "machine", "timer"],
     ["problem"],
     ["correctness"],
     ["unfused"],

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.bench import stopwatch
+
 
 def machine_here() -> dict[str, Any]:
     """Returns what a time of this machine depends on; a GPU's driver is asked by nvidia-smi."""
-    gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count() if stopwatch.HAS_GPU else 0  # something may stand in for one
+    gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(count)]
     try:
         query = ("--query-gpu=driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
         said = subprocess.run(

@@ -18,7 +18,7 @@ WHOLE, LAST = 1, 4
 
 @dataclass
 class OfflineRun:
-    """One run's file."""
+    """One run's file, and the step metrics that it defines, by the names that they are for."""
 
     project: str = ""
     group: str = ""
@@ -26,6 +26,12 @@ class OfflineRun:
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int | None = None
+    steps: dict[str, str] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def file(self, name: str) -> Path:
+        """The file of a table or an image that was logged last."""
+        return self.folder / "files" / self.history[-1][f"{name}/path"]
 
 
 def offline_runs(folder: Path) -> list[OfflineRun]:
@@ -35,7 +41,7 @@ def offline_runs(folder: Path) -> list[OfflineRun]:
 
 
 def _read(path: Path) -> OfflineRun:
-    run = OfflineRun()
+    run = OfflineRun(folder=path.parent)
     for record in _records(path.read_bytes()):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -49,6 +55,8 @@ def _read(path: Path) -> OfflineRun:
                     for item in record.history.item
                 }
             )
+        elif kind == "metric":
+            run.steps[record.metric.name or record.metric.glob_name] = record.metric.step_metric
         elif kind == "exit":
             run.exit_code = record.exit.exit_code
     return run

@@ -82,18 +82,26 @@ def test_weak_scaling_of_training(
     assert [int(count) for count, _ in rows] == [1, 2]
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / "scaling.svg").read_text()
-    runs = {run.name: run for run in offline_runs(folder / "wandb")}
-    assert runs.keys() == {"ranks1", "ranks2"}
-    assert {run.group for run in runs.values()} == {f"weak-scaling-{framework}-run"}
-    for count in records:
-        run = runs[f"ranks{count}"]
-        (metrics,) = run.history
+    (run,) = offline_runs(folder / "wandb")
+    assert run.name == f"weak-scaling-{framework}-run"
+    assert (run.exit_code, run.config["num_experts"], run.config["is_reference"]) == (0, 8, True)
+    *curves, shown = run.history
+    ours, taken = "flashmoe (reference)", {}
+    for count, metrics in zip(records, curves, strict=True):
+        assert metrics["processes"] == count
         later = sorted(records[count]["flashmoe"]["iteration_ms"][2:])
-        iteration_ms = (later[1] + later[2]) / 2  # the median of four
-        assert metrics["flashmoe/iteration_ms"] == pytest.approx(iteration_ms)
-        rate = count * tokens / (iteration_ms / 1e3)
-        assert metrics["flashmoe/tokens_per_s"] == pytest.approx(rate)
-        assert run.config["num_experts"] == 8
+        taken[count] = (later[1] + later[2]) / 2  # the median of four
+        assert metrics[f"{ours}/iteration_ms"] == pytest.approx(taken[count])
+        rate = count * tokens / (taken[count] / 1e3)
+        assert metrics[f"{ours}/tokens_per_s"] == pytest.approx(rate)
+    assert curves[1][f"{ours}/efficiency"] == curves[1][f"{stock}/efficiency"] == 1
+    assert curves[1][f"{ours}/exposed_ms"] == pytest.approx(taken[2] - taken[1])
+    table = json.loads(run.file("points").read_text())
+    assert table["columns"][0] == "ranks"
+    assert [row[0] for row in table["data"]] == [1, 2]
+    assert run.file("scaling").read_bytes() == (folder / "scaling.png").read_bytes()
+    assert "REFERENCE on processors, no time of the kernel" in (folder / "report.md").read_text()
+    assert re.search(r"^1 of 2 numbers of ranks, \d+ s, about \d+ s left$", ran.stdout, re.M)
     again = call(f"weak_scaling_{framework}", "--out", str(folder))
     assert again.returncode == 2
     assert "exists" in again.stdout
@@ -146,8 +154,10 @@ def test_trainings_that_fail_or_hang_are_told(tmp_path: Path, capsys, monkeypatc
     assert "no more are started" in printed
     assert "3 ranks" not in printed
     assert all(has_ended(int((tmp_path / rank).read_text())) for rank in "01")
-    runs = offline_runs(folder / "wandb")
-    assert {run.name for run in runs} == {"ranks1", "ranks2"}
-    for run in runs:
-        assert run.exit_code == 1
-        assert run.history == [{**run.history[0], "failed": 1}]
+    (run,) = offline_runs(folder / "wandb")
+    (shown,) = run.history  # without curves and a figure
+    assert (run.exit_code, shown["failed"]) == (1, 1)
+    table = json.loads(run.file("points").read_text())
+    assert table["columns"] == ["ranks", "failed"]
+    assert [row[0] for row in table["data"]] == [1, 2]
+    assert error in table["data"][0][1]

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ import psutil
 import pytest
 import torch
 
+from flashmoe_megatron.bench import style
+from flashmoe_megatron.kernel import bindings
 from tests.tools.offline_wandb import offline_runs
-from tools.weak_scaling import layer, wandb_log
+from tools.weak_scaling import layer, progress, wandb_log
 from tools.weak_scaling.__main__ import main, parse
+from tools.weak_scaling.metrics import metrics_of, planned_mib
 from tools.weak_scaling.points import IMPLEMENTATIONS, PASSES, Point, points_of, read_results
 from tools.weak_scaling.ranks import StuckError, UsageError, counts_of
-from tools.weak_scaling.report import metrics_of, write_report
-from tools.weak_scaling.wandb_log import RunLog
+from tools.weak_scaling.report import write_report
+from tools.weak_scaling.wandb_log import Sweep, log_sweep
 
 ROOT = Path(__file__).parents[2]
 # 3 experts do not divide among 2 ranks: one of the 5 points fails, the first on 2 ranks.
@@ -101,7 +105,7 @@ def test_the_report_holds_a_table_and_a_figure(sweep):
     report = (folder / "report.md").read_text()
     assert "4 points measured, 1 missing" in report
     assert f"Failed: {FAILING}: status 1" in report
-    lines = [line.strip("| ").split(" | ") for line in report.splitlines() if line[:1] == "|"]
+    lines = [line[2:-2].split(" | ") for line in report.splitlines() if line[:1] == "|"]
     titles, _, *rows = lines
     measured = read_results(folder)
     assert len(rows) == len(measured) == 4
@@ -114,24 +118,80 @@ def test_the_report_holds_a_table_and_a_figure(sweep):
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_wandb_has_every_point_in_one_group(sweep):
-    folder, _, _ = sweep
+def test_wandb_has_one_run_with_curves_table_and_figure(sweep):
+    folder, _, printed = sweep
     measured = read_results(folder)
-    runs = {run.name: run for run in offline_runs(folder / "wandb")}
-    assert runs.keys() == {*map(str, measured), str(FAILING)}
-    assert {run.group for run in runs.values()} == {"weak-scaling-run"}
-    assert {run.project for run in runs.values()} == {"flashmoe-weak-scaling"}
-    failed = runs.pop(str(FAILING))
-    assert (failed.exit_code, failed.history[0]["failed"]) == (1, 1)
-    assert "num_experts=3" in failed.config["reason"]
-    for point in measured:
-        run = runs[str(point)]
-        assert {name: run.config[name] for name in vars(point)} == vars(point)
-        assert run.config["settings"]["hidden"] == 64
-        (metrics,) = run.history
-        wanted = metrics_of(measured, point)
-        assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
-        assert (run.exit_code, metrics["failed"]) == (0, 0)
+    (run,) = offline_runs(folder / "wandb")
+    assert (run.name, run.project) == ("weak-scaling-run", "flashmoe-weak-scaling")
+    assert run.exit_code == 1  # a point has failed
+    assert run.config["hidden"] == 64
+    assert run.config["is_reference"] is True
+    assert run.steps["*"] == "processes"
+    *curves, shown = run.history
+    assert [curve["processes"] for curve in curves] == [1, 2]
+    for ranks, curve in zip((1, 2), curves, strict=True):
+        wanted = metrics_of(measured, Point(ranks, 64, 64, 64, 4, 2))
+        assert {name: curve[name] for name in wanted} == pytest.approx(wanted)
+    for name in ("reference_efficiency", "reference_mtokens_per_s", "reference_exposed_ms"):
+        assert f"forward+backward/{name}" in curves[1]
+    table = json.loads(run.file("points").read_text())
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [row["failed"] is None for row in rows] == [True, True, False, True, True]
+    for row in rows:
+        point = Point(row["ranks"], row["tokens per rank"], 64, 64, row["experts"], 2)
+        if point == FAILING:
+            assert "num_experts=3" in row["failed"]
+        else:
+            forward = measured[point]["fused", "forward"]["median_ms"]
+            assert row["forward/reference_ms"] == pytest.approx(forward)
+    assert run.file("scaling").read_bytes() == (folder / "scaling.png").read_bytes()
+    assert shown["failed"] == 1
+    assert re.search(r"^[45] of 5 points, \d+ s, about \d+ s left$", printed, re.MULTILINE)
+
+
+def drawn_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The text of a folder's figure, drawn once more with text as such."""
+    monkeypatch.setitem(style._STYLE, "svg.fonttype", "none")
+    write_report(folder, {})
+    return (folder / "scaling.svg").read_text()
+
+
+IN_EVERY_FIGURE = (
+    "Weak scaling of one MoE layer: H=64, F=64, 4 experts, top-2, bfloat16",
+    "medians; bars are the shortest and the longest call",
+    "Oe = T(2) / T(N)",
+    "million tokens per s",
+    "by the kernel's plan",
+)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_figure_of_processors_says_reference(copy: Path, monkeypatch):
+    drawn = drawn_text(copy, monkeypatch)
+    title = f"REFERENCE on processors, no time of the kernel; torch {torch.__version__}, commit abc"
+    ideal = "ideal: as on 2 processes"
+    for text in (*IN_EVERY_FIGURE, title, ideal, "processes, 64 tokens each", ">reference<"):
+        assert text in drawn
+    assert ">fused<" not in drawn
+    report = (copy / "report.md").read_text()
+    assert title in report
+    assert "forward/reference_ms" in report
+    assert "/fused_ms" not in report
+    for explained in ("`_efficiency` is Oe", "`_spread` is", "`floor_ms` is", "`imbalance` has"):
+        assert explained in report
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_figure_of_gpus_names_them(copy: Path, monkeypatch):
+    results = copy / "results.jsonl"
+    gpu = '"gpus": ["NVIDIA H100", "NVIDIA H100"]'
+    results.write_text(results.read_text().replace('"gpus": []', gpu))
+    drawn = drawn_text(copy, monkeypatch)
+    own = ("NVIDIA H100; driver ", "ideal: as on 2 GPUs", "GPUs, 64 tokens each", ">fused<")
+    for text in (*IN_EVERY_FIGURE, *own):
+        assert text in drawn
+    assert "REFERENCE" not in drawn
+    assert ">reference<" not in drawn
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -153,7 +213,7 @@ def test_resume_measures_only_what_is_missing(copy: Path, capsys):
     assert run_here(copy, "--resume") == 1  # the point that failed fails once more
     printed = capsys.readouterr().out
     assert "3 points to measure, 2 are there" in printed
-    assert printed.count(", forward+backward ") == 2
+    assert printed.count(", reference forward+backward ") == 2
     text = (copy / "results.jsonl").read_text()
     assert text.startswith("".join([*kept, *half[:-1]]))
     assert text.count('"num_ranks": 2') == len(kept)
@@ -252,11 +312,15 @@ def test_points_of_the_paper():
 def records_of(point: Point) -> dict[tuple[str, str], dict[str, Any]]:
     """Made-up records: T(N) = N / 2 ms for the layer, twice that for the baseline."""
     forward = point.ranks / 2
-    common = {"floor_ms": 0.1, "imbalance": 1.0}
+    common = {"floor_ms": 0.1, "imbalance": 1.0, "gpus": ["a GPU"]}
+
+    def timing(ms: float) -> dict[str, Any]:
+        return {"median_ms": ms, "min_ms": 0.9 * ms, "max_ms": 1.2 * ms, **common}
+
     return {
         ("fused", "gate"): {"relative_l2": {"out": 1e-3, "grad_x": 2e-3}},
         **{
-            (name, what): {"median_ms": forward * scale * more, **common}
+            (name, what): timing(forward * scale * more)
             for name, scale in (("fused", 1), ("unfused", 2))
             for what, more in zip(PASSES, (1, 3), strict=True)
         },
@@ -276,24 +340,80 @@ def test_efficiency_and_throughput_by_hand():
     assert one["forward/speedup"] == 2
     assert one["forward/fused_mtokens_per_s"] == pytest.approx(2.048)  # 1024 in half a ms
     assert four["forward+backward/fused_mtokens_per_s"] == pytest.approx(2.048 / 3)
+    assert four["forward/unfused_spread"] == pytest.approx(0.3)
     assert four["error"] == 2e-3
     assert "kernel/backward_ms" not in one
     assert two["kernel/backward_ms"] == pytest.approx(math.sqrt(2))
-    for found in (one, two, metrics_of(measured, alone)):
-        assert not [name for name in found if "efficiency" in name]
-    efficiencies = {name: value for name, value in four.items() if "efficiency" in name}
-    assert efficiencies == {
-        **{f"{what}/{name}_efficiency": 0.5 for what in PASSES for name in IMPLEMENTATIONS},
-        "kernel/backward_efficiency": pytest.approx(math.sqrt(0.5)),
+    for found in (one, metrics_of(measured, alone)):
+        assert not [name for name in found if "efficiency" in name or "exposed" in name]
+    keys = [f"{what}/{name}" for what in PASSES for name in IMPLEMENTATIONS]
+    for found, share in ((two, 1.0), (four, 0.5)):
+        efficiencies = {name: value for name, value in found.items() if "efficiency" in name}
+        assert efficiencies == {
+            **{f"{key}_efficiency": share for key in keys},
+            "kernel/backward_efficiency": pytest.approx(math.sqrt(share)),
+        }
+    # One rank takes half a ms, and the baseline twice, and both passes three times as long.
+    exposed = {name: value for name, value in four.items() if "exposed" in name}
+    assert exposed == {
+        f"{key}_exposed_ms": ms for key, ms in zip(keys, (1.5, 3, 4.5, 9), strict=True)
     }
+
+
+@pytest.mark.library
+def test_memory_by_tokens_is_the_kernels_plan():
+    few, many = (planned_mib(Point(2, tokens, 64, 128, 8, 2)) for tokens in (1024, 4096))
+    assert few["planned/tokens_mib"] == 1024 * 64 * 2 / 2**20
+    assert many["planned/tokens_mib"] == 4 * few["planned/tokens_mib"]
+    for name in ("planned/symmetric_mib", "planned/kept_mib"):
+        assert few[name] < many[name]
+
+
+def test_without_the_library_memory_is_left_out(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("FLASHMOE_LIBRARY", str(tmp_path / "none.so"))
+    bindings.load.cache_clear()
+    bindings.function.cache_clear()
+    assert planned_mib(Point(2, 1024, 64, 128, 8, 2)) == {}
+
+
+def test_progress_estimates_by_the_parts_before(monkeypatch, capsys):
+    clock = iter([100.0, 110.0, 130.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    parts = progress.Progress(2, 6, "points")
+    parts.say(2)  # nothing is new
+    parts.say(3)
+    parts.say(5)
+    assert capsys.readouterr().out.splitlines() == [
+        "3 of 6 points, 10 s, about 30 s left",
+        "5 of 6 points, 30 s, about 10 s left",
+    ]
+
+
+def test_points_of_a_running_job_are_counted(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "PAUSE_S", 0.01)
+    seen = threading.Event()
+    counts = iter([1, 1])
+
+    def count() -> int:
+        found = next(counts, 2)
+        if found == 2:
+            seen.set()
+        return found
+
+    with progress.Progress(0, 2, "points").watching(count):
+        assert seen.wait(TIMEOUT_S)
+    said = re.findall(r"^(\d) of 2 points", capsys.readouterr().out, re.MULTILINE)
+    assert said == ["1", "2"]
+
+
+def small_sweep(name: str) -> Sweep:
+    return Sweep(name, {}, "GPUs", [{"GPUs": 1, "time": 1.0}], ["ranks"], [[1]], None, "", False)
 
 
 def test_without_wandb_there_is_one_warning(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    log = RunLog(tmp_path, "group")
     with caplog.at_level(logging.WARNING):
-        for name in ("a", "b"):
-            log.add(name, {}, {"time": 1.0})
+        log_sweep(tmp_path, small_sweep("a"))
     (record,) = caplog.records
     assert "wandb is not installed" in record.getMessage()
     assert str(tmp_path) in record.getMessage()
@@ -304,13 +424,12 @@ def test_an_unreachable_server_costs_one_warning_and_no_data(tmp_path: Path, mon
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb_log, "SERVER_TIMEOUT_S", 2.0)
-    log = RunLog(tmp_path, "group")
     with caplog.at_level(logging.WARNING, "flashmoe.weak_scaling"):
-        for name in ("a", "b"):
-            log.add(name, {}, {"time": 1.0})
+        log_sweep(tmp_path, small_sweep("a"))
     (record,) = [r for r in caplog.records if r.name == "flashmoe.weak_scaling"]
     assert "wandb cannot be used online" in record.getMessage()
-    assert {run.name for run in offline_runs(tmp_path / "wandb")} == {"a", "b"}
+    (run,) = offline_runs(tmp_path / "wandb")
+    assert (run.name, run.history[0]["time"], run.exit_code) == ("a", 1.0, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import matplotlib as mpl
 import pytest
 import torch
 
-from flashmoe_megatron.bench import __main__, command, measure
+from flashmoe_megatron.bench import __main__, command, measure, stopwatch
 from flashmoe_megatron.bench.correctness import GATE
 from flashmoe_megatron.bench.described import from_config, from_megatron
 from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer
+from flashmoe_megatron.bench.machine import machine_here
 from flashmoe_megatron.bench.problem import Problem
 from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from flashmoe_megatron.errors import ConfigError, DeviceError
@@ -311,6 +312,12 @@ def test_memory_that_is_not_there() -> None:
     measure.check_fits(whole.one_of(4), 1, 30 * 2**30)
     with pytest.raises(ConfigError, match="wanted fewer --tokens, or more GPUs"):
         measure.check_fits(whole, 1, 2**30)
+
+
+def test_what_stands_in_for_a_gpu_is_no_gpu_of_the_machine(monkeypatch) -> None:
+    monkeypatch.setattr(stopwatch, "HAS_GPU", False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert machine_here()["gpus"] == []
 
 
 def test_gpus_that_cannot_reach_each_other(monkeypatch) -> None:

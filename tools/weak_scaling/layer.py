@@ -1,6 +1,7 @@
-"""Has ``bench_layer`` measure the points of a layer's sweep, and tells what it finds."""
+"""Has ``bench_layer`` measure the points of a layer's sweep, and prints what it finds."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -8,17 +9,21 @@ import torch
 from examples.arguments import count
 from tools.bench import bench_layer
 from tools.bench.common import commit_of_checkout
+from tools.weak_scaling.machine import machine_of
+from tools.weak_scaling.metrics import times_of
 from tools.weak_scaling.points import (
     PASSES,
+    Measured,
     Point,
     Settings,
     open_folder,
     points_of,
     read_results,
 )
+from tools.weak_scaling.progress import Progress
 from tools.weak_scaling.ranks import StuckError, UsageError, counts_of, run_job
-from tools.weak_scaling.report import metrics_of, write_report
-from tools.weak_scaling.wandb_log import RunLog
+from tools.weak_scaling.report import write_report
+from tools.weak_scaling.wandb_log import log_sweep
 
 SIZES = {
     "tokens": ([1024, 2048, 4096, 8192, 16384, 32768], [32, 128], "per GPU, of all GPUs"),
@@ -93,14 +98,15 @@ def run(options: argparse.Namespace) -> int:
     wanted, measured = points_of(settings), read_results(folder)
     left = [point for point in wanted if point not in measured]
     print(f"{len(left)} points to measure, {len(wanted) - len(left)} are there", flush=True)
-    log = RunLog(folder, f"weak-scaling-{folder.resolve().name}")
+    progress = Progress(len(wanted) - len(left), len(wanted), "points")
     failed: dict[Point, str] = {}
     stop: StuckError | KeyboardInterrupt | None = None
     while left and stop is None:
         job = [point for point in left if point.ranks == left[0].ranks]
         reason = ""
         try:
-            reason = _measure(job, settings, folder, options.timeout)
+            with progress.watching(partial(_count, folder)):
+                reason = _measure(job, settings, folder, options.timeout)
         except StuckError as error:
             reason, stop = f"{error}; its ranks may still run: no more are started", error
         except KeyboardInterrupt as error:
@@ -115,16 +121,12 @@ def run(options: argparse.Namespace) -> int:
             ended = dict.fromkeys(missing, f"has not all times of {PASSES}")
         failed |= ended
         for point in job:
-            config = {**vars(point), "settings": settings}
             if point in ended:
                 print(f"{point}: failed: {ended[point]}", flush=True)
-                log.add(str(point), {**config, "reason": ended[point]}, {}, failed=True)
             elif point in measured:
-                metrics = metrics_of(measured, point)
-                print(f"{point}: {_line(metrics)}", flush=True)
-                log.add(str(point), config, metrics)
+                print(f"{point}: {_line(measured, point)}", flush=True)
         left = [point for point in left if point not in measured and point not in failed]
-    write_report(folder, failed)
+    log_sweep(folder, write_report(folder, failed))
     if isinstance(stop, KeyboardInterrupt):
         raise stop
     return int(bool(failed))
@@ -141,8 +143,17 @@ def _measure(job: list[Point], settings: Settings, folder: Path, limit_s: float)
     return run_job(ranks, "tools.bench.bench_layer", arguments, log, limit_s)
 
 
-def _line(metrics: dict[str, float]) -> str:
+def _count(folder: Path) -> int:
+    """Counts the points in a file that a job writes, by the last of their measurements."""
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    last = ('"measurement": "forward+backward"', '"implementation": "unfused"')
+    return sum(all(word in line for word in last) for line in lines)
+
+
+def _line(measured: Measured, point: Point) -> str:
+    times, ours = times_of(measured, point), machine_of(measured[point]["fused", "forward"]).ours
     return ", ".join(
-        f"{what} {metrics[f'{what}/fused_ms']:.3f} ms (unfused {metrics[f'{what}/unfused_ms']:.3f})"
+        f"{ours} {what} {times[f'{what}/{ours}']:.3f} ms (unfused {times[f'{what}/unfused']:.3f})"
         for what in PASSES
     )

@@ -1,8 +1,6 @@
 """The section of the configuration, the releases, and what importing the door does."""
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from flashmoe_megatron.adapters.deepspeed.settings import Settings, read_setting
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.releases import DEEPSPEED
-from tests.distributed import PATIENCE_S
+from tests.programs import run_python
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"flashmoe": {"enable": True}}, r"flashmoe\.enable .* the nearest is flashmoe\.enabled"),
@@ -134,4 +132,4 @@ def test_importing_the_door_imports_nothing_else() -> None:
         "assert 'deepspeed' not in sys.modules and 'torch' not in sys.modules\n"
         "assert set(door.__all__) == {'attach', 'initialize', 'install', 'uninstall'}"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
+    run_python("-c", code)

@@ -11,19 +11,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.deepspeed.harness import FUSED
+from tests.programs import run_python
 
 CHECKOUT = "FLASHMOE_DEEPSPEED"
 """Environment variable that names a checkout of DeepSpeed, of the installed release."""
 
-TIMEOUT_S = 560
-REPOSITORY = Path(__file__).parents[2]
 
 SITECUSTOMIZE = """
 import json
@@ -130,25 +127,18 @@ def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("selection", SELECTED)
 def test_deepspeeds_own(selection: str, upstream: Path, tmp_path: Path) -> None:
     report = tmp_path / "report"
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": "4",  # as many devices, for tests that count them
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join(
-            [str(upstream), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        ),
-        "FLASHMOE_REPORT": str(report),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTED[selection]]
-    ran = subprocess.run(
-        command, cwd=upstream, env=environment, timeout=TIMEOUT_S, capture_output=True, text=True
+    run_python(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", *SELECTED[selection]),
+        before=[upstream],
+        folder=upstream,
+        DS_ACCELERATOR="cpu",
+        LOCAL_SIZE="4",  # as many devices, for tests that count them
+        PYTHONHASHSEED="0",
+        FLASHMOE_REPORT=str(report),
     )
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-20_000:]
     outcomes = [
         outcome for line in report.read_text().splitlines() for outcome in json.loads(line).values()
     ]

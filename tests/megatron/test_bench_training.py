@@ -1,17 +1,13 @@
 """The program that compares loss curves, in small and on processors; and that it can say no."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_python
 from tools.bench.bench_training.curves import draw, judge
 
-REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 200
 SMALL = (
     "--train-iters 12 --noise-runs 1 --log-interval 4 --num-layers 1 "
     "--hidden-size 64 --moe-ffn-hidden-size 64 --num-attention-heads 2 --num-experts 4 "
@@ -19,28 +15,10 @@ SMALL = (
 )
 
 
-@pytest.mark.timeout(TIMEOUT_S + 30)
 def test_small_proof(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(
-                "--nproc_per_node",
-                "2",
-                "-m",
-                "tools.bench.bench_training",
-                "megatron",
-                *SMALL.split(),
-            ),
-            *("--out", str(tmp_path / "training"), "--output", str(tmp_path / "data")),
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        timeout=TIMEOUT_S,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-20_000:]
+    folders = ("--out", tmp_path / "training", "--output", tmp_path / "data")
+    program = ("-m", "tools.bench.bench_training", "megatron")
+    ran = run_python(*program, *SMALL.split(), *folders, ranks=2)
     assert "within the band of noise at 12 of 12 iterations" in ran.stdout
     runs = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     names = [run["run"] for run in runs]

@@ -1,10 +1,7 @@
 """Checkpoints of flashmoe name a dispatcher that tools without flashmoe know."""
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +10,7 @@ import pytest
 from flashmoe_megatron.adapters.megatron.arguments import patch_checkpointing
 from tests.distributed import PATIENCE_S
 from tests.megatron.stock_script import MODEL, torchrun
+from tests.programs import run_python
 
 
 @pytest.mark.parametrize(
@@ -44,15 +42,8 @@ def test_a_checkpoint_of_the_stock_script(megatron_lm: Path, tmp_path: Path) -> 
     run = (*MODEL, "--save", "saved", "--save-interval", "2", "--train-iters", "2")
     flashmoe = ("--moe-token-dispatcher-type", "flashmoe")
     torchrun(megatron_lm, tmp_path, *ours, *run, *flashmoe)
-    read = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READ, "saved/iter_0000002/common.pt"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(megatron_lm)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    saved = tmp_path / "saved/iter_0000002/common.pt"
+    read = run_python("-c", READ, saved, before=[megatron_lm])
     assert read.stdout.strip() == "saved alltoall", read.stderr
     # Stock Megatron loads no distributed optimizer without Transformer Engine and Apex.
     resume = ("--load", "saved", "--use-checkpoint-args", "--no-load-optim", "--no-load-rng")

@@ -3,13 +3,10 @@
 All that they carry is the dispatcher's name in a configuration and FLASHMOE_AUTOLOAD=1.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.distributed import PATIENCE_S
-from tests.megatron.stock_script import BRIDGE, REPOSITORY
+from tests.megatron.stock_script import BRIDGE
+from tests.programs import run_python
 
 PROGRAM = """
 import sys
@@ -51,15 +48,7 @@ Path(f"{__file__}.{dist.get_rank()}").write_text(f"{difference < 1e-4}")
 def test_a_configuration_alone_chooses_the_dispatcher(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", *launch, str(BRIDGE), str(program)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "FLASHMOE_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert ran.returncode == 0, ran.stderr
+    ran = run_python(BRIDGE, program, ranks=2, FLASHMOE_AUTOLOAD="1")
     assert [Path(f"{program}.{rank}").read_text() for rank in range(2)] == ["True", "True"]
     said = [line for line in ran.stdout.splitlines() if line.startswith("flashmoe: backend")]
     assert len(said) == 1

@@ -1,19 +1,14 @@
 """What pages tell users to write works as it stands there."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flashmoe_megatron.adapters.deepspeed.settings import read_settings
-from tests.distributed import PATIENCE_S
+from tests.programs import ROOT, run_python
 
-pytestmark = pytest.mark.timeout(PATIENCE_S + 20)
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashmoe_megatron"
 
 
@@ -21,27 +16,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def on_two_ranks(program: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(program)),
-        ],
-        cwd=program.parent,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran
-
-
 def test_the_program_of_the_packages_page(tmp_path: Path) -> None:
     (source,) = (text for text in blocks(PACKAGE / "README.md", "python") if "MoEConfig" in text)
     program = tmp_path / "program.py"
     program.write_text(source.replace("2048", "64"))  # fewer tokens, less time
-    ran = on_two_ranks(program)
+    ran = run_python(program, ranks=2)
     for rank in range(2):
         said = rf"rank {rank} of 2: out \(64, 1024\), gradient norm of the router (\S+e-\d+)"
         (norm,) = re.findall(said, ran.stdout)
@@ -56,6 +35,6 @@ def test_the_program_of_the_deepspeed_page(tmp_path: Path) -> None:
     assert read_settings(json.loads(config)).enabled
     (tmp_path / "ds_config.json").write_text(config)
     (tmp_path / "program.py").write_text(program)
-    ran = on_two_ranks(tmp_path / "program.py", DS_ACCELERATOR="cpu")
+    ran = run_python("program.py", ranks=2, folder=tmp_path, DS_ACCELERATOR="cpu")
     assert ran.stdout.count("flashmoe: backend reference, 1 of 1 MoE layers\n") == 1
     assert ran.stdout.count("{'moe': 'fused, backend reference'}") == 2

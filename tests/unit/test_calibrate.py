@@ -1,9 +1,6 @@
 """The calibration command, as a user runs it on 2 ranks, and what it refuses."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +13,8 @@ from flashmoe_megatron.measured.__main__ import main
 from flashmoe_megatron.measured.calibration import read_entries
 from flashmoe_megatron.measured.two_gpus import measure
 from flashmoe_megatron.telemetry.totals import Totals
-from tests.distributed import PATIENCE_S, RankPool
+from tests.distributed import RankPool
+from tests.programs import run_python
 from tests.unit import cases
 
 LAYER = [
@@ -35,22 +33,10 @@ LAYER = [
 QUICK = [*LAYER, "--dtype", "float32", "--iterations", "2", "--grads", "own"]
 
 
-def calibrate(file: Path, *arguments: str, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run(
-        [sys.executable, *launch, "-m", "flashmoe_megatron.calibrate", str(file), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-    )
-
-
 def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     file = tmp_path / "t2.json"
-    done = calibrate(file, *QUICK)
-    assert done.returncode == 0, done.stderr
+    program = ("-m", "flashmoe_megatron.calibrate", file)
+    done = run_python(*program, *QUICK, ranks=2)
     first = read_entries(file)
     assert [entry.direction for entry in first] == ["forward", "backward"]
     for entry in first:
@@ -61,8 +47,7 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     other = ["--topk", "1", "--row-bound", "1.5", "--keep", "inputs", "--grads", "main_grad"]
     other += ["--activation", "quick_gelu", "--clamp-value", "7", "--linear-offset", "1"]
     other += ["--glu-interleave", "8"]
-    done = calibrate(file, *QUICK, *other)
-    assert done.returncode == 0, done.stderr
+    run_python(*program, *QUICK, *other, ranks=2)
     second = read_entries(file)
     assert second[:2] == first
     assert [entry.topk for entry in second[2:]] == [1, 1]

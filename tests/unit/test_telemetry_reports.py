@@ -3,8 +3,6 @@
 import json
 import logging
 import signal
-import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,8 @@ from flashmoe_megatron.telemetry.reporter import (
 from flashmoe_megatron.telemetry.sinks import Guarded, JsonLines, TensorBoardSink, WandbSink
 from flashmoe_megatron.telemetry.totals import LayerPlace, Totals
 from flashmoe_megatron.weights import ExpertWeights
-from tests.distributed import PATIENCE_S, RankPool
+from tests.distributed import RankPool
+from tests.programs import run_python
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases, records
 from tests.unit.records import counted
@@ -393,11 +392,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_run_that_dies_keeps_its_points(tmp_path: Path) -> None:
     path = tmp_path / "flashmoe_metrics.jsonl"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", DYING, str(path)], cwd=root, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    run_python("-c", DYING, path, status=-signal.SIGKILL)
     # The report of the last step was to be written by the next one.
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
 

@@ -1352,6 +1352,40 @@ MUTATIONS = (
         "tests/unit/test_data_parallel.py::test_batches_and_experts_of_other_kinds",
     ),
     Mutation(
+        "a part's rows leave when the part before is computed",
+        "_forward",
+        "ways = [self._dispatch(send, count, size, of_part(call, i), moment) for i, "
+        "(send, count, size, moment) in enumerate("
+        "zip(_of_parts(every[:num_routes], sizes), counts, sizes, ready, strict=True))]",
+        "ways = (self._dispatch(send, count, size, of_part(call, i), moment) for i, "
+        "(send, count, size, moment) in enumerate("
+        "zip(_of_parts(every[:num_routes], sizes), counts, sizes, ready, strict=True)))",
+        "tests/unit/test_overlap.py::test_parts_travel_while_others_are_computed",
+    ),
+    Mutation(
+        "a part's gradients leave when the part before is computed",
+        "_backward",
+        "ways = [self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i)) "
+        "for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))]",
+        "ways = (self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i)) "
+        "for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True)))",
+        "tests/unit/test_overlap.py::test_parts_travel_while_others_are_computed",
+    ),
+    Mutation(
+        "rows are collected once the host knows how many there are",
+        "_forward",
+        "every, ready = self._ways.collect(x, cut.token_idx, degree)",
+        "heard.wait(); every, ready = self._ways.collect(x, cut.token_idx, degree)",
+        "tests/unit/test_overlap.py::test_parts_travel_while_others_are_computed",
+    ),
+    Mutation(
+        "parts that come back are copied together",
+        "returned",
+        "if room is not None",
+        "if False",
+        "tests/unit/test_overlap.py::test_parts_come_back_to_the_memory_that_is_summed",
+    ),
+    Mutation(
         "a backward begins that some ranks do not have",
         "backward",
         "if ctx.unfollowed",

@@ -2,14 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from flashmoe_megatron.kernel import bindings
-from tests.distributed import RankPool
+from tests.distributed import RankPool, plain_servers
+from tests.forks import ForkServer
 
 HOPPER = (9, 0)
 ENDING = Path(__file__).parent / "ending"
@@ -20,10 +21,29 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
+@pytest.fixture(scope="package")
+def servers() -> Sequence[ForkServer]:
+    """Processes from which ranks are forked; a framework's folder has its own, which import it."""
+    return plain_servers()
+
+
 @pytest.fixture(scope="module")  # gloo's threads poll for as long as their groups live
-def ranks() -> Iterator[RankPool]:
-    """Four gloo processes that live as long as a file's tests; start with their first use."""
-    with contextlib.closing(RankPool(4)) as pool:
+def ranks(servers: Sequence[ForkServer]) -> Iterator[RankPool]:
+    """Four gloo processes that live as long as a file's tests; they start with the first use."""
+    with contextlib.closing(RankPool(4, servers)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four_ranks(ranks: RankPool) -> RankPool:
+    """The same, where there are two_ranks besides."""
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(servers: Sequence[ForkServer]) -> Iterator[RankPool]:
+    """Two gloo processes, which are all ranks of their world."""
+    with contextlib.closing(RankPool(2, servers)) as pool:
         yield pool
 
 

@@ -152,7 +152,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
         "moe.0: torch_autocast is enabled; enable bf16 or fp16 instead",
     ),
     "kernel": (
-        {"flashmoe": {"backend": "kernel"}},
+        {"settings": {"backend": "kernel"}},
         nothing,
         "moe.0: the kernel needs a Hopper GPU",
     ),
@@ -198,7 +198,7 @@ def outcomes(
     engine = build(case, fused=False)
     change(engine)
     message = ""
-    engine.config["flashmoe"] = {"enabled": True, **case.flashmoe}
+    engine.config["flashmoe"] = {"enabled": True, **case.settings}
     try:
         attach(engine)
     except ConfigError as error:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import RankPool
 from tests.forks import ForkServer
 
 AUTOEP = (0, 19, 7)
@@ -22,20 +21,6 @@ def servers() -> Iterator[list[ForkServer]]:
     """
     with contextlib.closing(ForkServer("tests.deepspeed.harness", "deepspeed")) as server:
         yield [server]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
-    """Two processes for DeepSpeed; they start with the first use."""
-    with contextlib.closing(RankPool(2, servers)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
-    """Four processes for DeepSpeed; they start with the first use."""
-    with contextlib.closing(RankPool(4, servers)) as pool:
-        yield pool
 
 
 def release() -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 Functions that a :class:`~tests.distributed.RankPool` runs: each takes the group first.
 """
 
-import dataclasses
 import gc
 import os
 from dataclasses import dataclass, field
@@ -18,13 +17,16 @@ import torch.distributed as dist
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from tests.deepspeed.models import HIDDEN, AutoEPModel, NativeModel
+from tests.side_by_side import Framework, Outcome, Tolerance, Training
 
 FUSED = "fused, backend reference"
+TAG = "halfway"
+"""The name of a checkpoint in its folder."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """One training.
+class Case(Training):
+    """One training with a DeepSpeed engine.
 
     Attributes:
         family: "native" or "autoep".
@@ -35,10 +37,6 @@ class Case:
         config: Further keys of the DeepSpeed configuration, nested ones replaced as a whole.
         tokens: Each rank's number of tokens in one micro-batch, repeated over ranks.
         used: Share of the tokens that are in use, per rank; ``None`` gives no mask.
-        steps: Optimizer steps.
-        accumulation: Micro-batches of a step.
-        flashmoe: Keys of the section besides ``enabled``.
-        hosts: What the ranks are those of, in blocks.
     """
 
     family: str = "native"
@@ -49,28 +47,6 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     tokens: tuple[int, ...] = (24,)
     used: tuple[float, ...] | None = None
-    steps: int = 3
-    accumulation: int = 1
-    flashmoe: dict[str, Any] = field(default_factory=dict)
-    hosts: int = 1
-
-
-@dataclass
-class Outcome:
-    """What one rank saw of a training.
-
-    ``gradients`` are those of the first step, reduced over the ranks; an optimizer hides how large
-    they are. ``keeps`` is what the fused layers' backends keep for their backwards.
-    """
-
-    losses: list[float]
-    eval_losses: list[float]
-    gradients: dict[str, torch.Tensor]
-    parameters: dict[str, torch.Tensor]
-    report: dict[str, str]
-    fused_calls: int
-    keeps: set[str]
-    over_hosts: bool
 
 
 def prepare() -> None:
@@ -90,7 +66,7 @@ def prepare() -> None:
 def ds_config(case: Case, *, fused: bool) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": case.accumulation,
+        "gradient_accumulation_steps": case.micro_batches,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "optimizer": {
@@ -110,7 +86,7 @@ def ds_config(case: Case, *, fused: bool) -> dict[str, Any]:
             **case.expert_parallel,
         }
     if fused:
-        config["flashmoe"] = {"enabled": True, **case.flashmoe}
+        config["flashmoe"] = {"enabled": True, **case.settings}
     return config
 
 
@@ -146,19 +122,19 @@ def batch(case: Case, step: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
     return x, y, (torch.rand(num_tokens, generator=g) < share).to(torch.int64)
 
 
-def train_engine(engine: Any, case: Case, *, first_step: int = 0) -> Outcome:
+def train_engine(engine: Any, case: Case) -> Outcome:
     """Trains, then evaluates once."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = next((names[key] for key in case.config if key in names), torch.float32)
     losses = []
     gradients: dict[str, torch.Tensor] = {}
     engine.train()
-    for step in range(first_step, first_step + case.steps):
-        for micro in range(case.accumulation):
+    for step in range(case.first_step, case.first_step + case.steps):
+        for micro in range(case.micro_batches):
             torch.manual_seed(77 + step)  # random token selection and noise of the gate
             loss = engine(*batch(case, 10 * step + micro, dtype))
             engine.backward(loss)
-            if step == first_step and engine.is_gradient_accumulation_boundary():
+            if step == case.first_step and engine.is_gradient_accumulation_boundary():
                 gradients = full_gradients(engine)
             engine.step()
             losses.append(float(loss))
@@ -174,8 +150,8 @@ def train_engine(engine: Any, case: Case, *, first_step: int = 0) -> Outcome:
         eval_losses=eval_losses,
         gradients=gradients,
         parameters=full_parameters(engine),
-        report=report_of(engine) if "flashmoe" in engine.config else {},
-        fused_calls=sum(experts.num_calls for experts in fused),
+        layers=report_of(engine) if "flashmoe" in engine.config else {},
+        calls=[experts.num_calls for experts in fused],
         keeps={experts.backend.keep for experts in fused},
         over_hosts=any(isinstance(experts.backend, HostsBackend) for experts in fused),
     )
@@ -222,38 +198,36 @@ def forget_expert_groups() -> None:
         getattr(groups, f"{name}_RANKS").clear()
 
 
-def train(group: dist.ProcessGroup, case: Case, fused: bool) -> Outcome:
+def train(group: dist.ProcessGroup, case: Case, is_fused: bool) -> Outcome:
+    """Trains a model from one seed, with flashmoe or with DeepSpeed's own experts."""
     if _AROUND_DATA in case.config:
         forget_expert_groups()
     host = dist.get_rank() * case.hosts // dist.get_world_size()
     with mock.patch.dict(os.environ, {HOST_VARIABLE: f"host{host}"}):
-        outcome = train_engine(build(case, fused=fused), case)
+        engine = build(case, fused=is_fused)
+        if case.load_from is not None:
+            _load(engine, case.load_from)
+        outcome = train_engine(engine, case)
+        if case.save_to is not None:
+            engine.save_checkpoint(case.save_to, tag=TAG)
+        del engine
     gc.collect()  # engines hold themselves in cycles
     if _AROUND_DATA in case.config:
         forget_expert_groups()
     return outcome
 
 
-def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:
-    """The stock layers' outcome, then ours."""
-    return train(group, case, False), train(group, case, True)
-
-
-def save_and_load(
-    group: dist.ProcessGroup, case: Case, directory: str, fused_first: bool
-) -> tuple[Outcome, Outcome]:
-    """Steps without interruption, and with a checkpoint at which the kind of layer changes."""
-    whole = train_engine(
-        build(dataclasses.replace(case, steps=4), fused=False),
-        dataclasses.replace(case, steps=4),
-    )
-    first = build(case, fused=fused_first)
-    train_engine(first, dataclasses.replace(case, steps=2))
-    first.save_checkpoint(directory, tag="halfway")
-    second = build(case, fused=not fused_first)
+def _load(engine: Any, folder: str) -> None:
     with torch.no_grad():
-        for parameter in second.module.parameters():
+        for parameter in engine.module.parameters():
             parameter.add_(1)  # what is not loaded shows
-    path, _ = second.load_checkpoint(directory, tag="halfway")
+    path, _ = engine.load_checkpoint(folder, tag=TAG)
     assert path is not None
-    return whole, train_engine(second, dataclasses.replace(case, steps=2), first_step=2)
+
+
+DEEPSPEED = Framework(
+    train,
+    serves=FUSED,
+    # Both sides differ in the order of their sums.
+    tolerance=Tolerance(losses=1e-5, gradients=1e-5, parameters=1e-5),
+)

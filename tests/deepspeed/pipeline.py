@@ -1,18 +1,19 @@
-"""Trains with DeepSpeed's PipelineEngine, with its own MoE layers or with ours, in one process."""
+"""Trains with DeepSpeed's PipelineEngine, with its own MoE layers or with ours."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.deepspeed.harness import prepare
+from tests.deepspeed.harness import DEEPSPEED, FUSED, prepare
 from tests.deepspeed.models import EXPERTS, HIDDEN, tell_experts_apart
+from tests.side_by_side import Framework, Outcome, Training
 
 NUM_STAGES = 2
 EP_SIZE = 2
-STEPS = 3
 MICRO_BATCHES = 3
 SAMPLES = 12
 
@@ -73,31 +74,44 @@ def build(layers: Sequence[Any], *, zero: int = 0, **sections: Any) -> Any:
     return engine
 
 
-def train_engine(engine: Any, steps: int = STEPS) -> list[float]:
+def train_engine(engine: Any, steps: int) -> list[float]:
     """The losses."""
     iterator = batches(engine.grid.get_data_parallel_rank())
     torch.manual_seed(77)  # for the noise of the gates
     return [float(engine.train_batch(iterator)) for _ in range(steps)]
 
 
-def train(fused: bool, zero: int) -> tuple[list[float], dict[str, str], list[int]]:
-    """Returns the losses, the report, and the calls of every fused layer of this stage."""
+@dataclass(frozen=True)
+class Case(Training):
+    """One training with a stage of ZeRO."""
+
+    zero: int
+    _: KW_ONLY
+    micro_batches: int = MICRO_BATCHES
+
+
+def train(group: dist.ProcessGroup, case: Case, is_fused: bool) -> Outcome:
+    """Trains two blocks on each stage, with flashmoe or with DeepSpeed's own experts."""
     from deepspeed.pipe import LayerSpec
 
     from flashmoe_megatron.deepspeed import attach
 
-    sections = {"flashmoe": {"enabled": True}} if fused else {}
+    sections = {"flashmoe": {"enabled": True}} if is_fused else {}
     specs = [LayerSpec(Block, EP_SIZE) for _ in range(2 * NUM_STAGES)]
-    engine = build(specs, zero=zero, **sections)
-    losses = train_engine(engine)
-    layers = [module for module in engine.module.modules() if hasattr(module, "flashmoe")]
-    report = attach(engine) if fused else {}
-    return losses, report, [layer.flashmoe.experts.num_calls for layer in layers]
+    engine = build(specs, zero=case.zero, **sections)
+    losses = train_engine(engine, case.steps)
+    fused = [
+        module.flashmoe.experts for module in engine.module.modules() if hasattr(module, "flashmoe")
+    ]
+    return Outcome(
+        losses=losses,
+        layers=attach(engine) if is_fused else {},
+        calls=[experts.num_calls for experts in fused],
+        keeps={experts.backend.keep for experts in fused},
+    )
 
 
-def train_all(group: dist.ProcessGroup, stages: tuple[int, ...]) -> list[Any]:
-    """The stock layers' outcome and ours, for each stage of ZeRO."""
-    return [(train(False, zero), train(True, zero)) for zero in stages]
+PIPELINE = Framework(train, serves=FUSED, tolerance=DEEPSPEED.tolerance)
 
 
 def train_with_metrics(

@@ -215,7 +215,7 @@ def test_an_unreadable_configuration_is_deepspeeds_error(
 
 def late_forward(group: dist.ProcessGroup, fallback: str) -> str:
     """A layer is added after initialize, and nobody attaches again."""
-    case = Case(flashmoe={"fallback": fallback})
+    case = Case(settings={"fallback": fallback})
     engine = build(case, fused=True)
     changed.late(engine)
     engine.module.moe[2].set_deepspeed_parallelism()
@@ -267,7 +267,7 @@ def test_a_later_hook_on_one_rank_ends_the_call_on_every_rank(
     family: str, max_tokens: int | None, two_ranks: RankPool
 ) -> None:
     section = {} if max_tokens is None else {"max_tokens": max_tokens}
-    case = Case(family=family, zero=1, flashmoe=section)
+    case = Case(family=family, zero=1, settings=section)
     for told in two_ranks.run(hook_on_rank_1, case):
         assert re.match(r"ConfigError: rank 1: experts \(\w+\) has forward hooks", told)
 
@@ -327,7 +327,7 @@ def test_tokens_that_autocast_left_in_another_dtype_are_refused(
 
 
 def too_many_tokens(group: dist.ProcessGroup) -> None:
-    case = Case(flashmoe={"max_tokens": 8})
+    case = Case(settings={"max_tokens": 8})
     build(case, fused=True)(*batch(case, 0, torch.float32))
 
 

@@ -1,5 +1,6 @@
 """What DeepSpeed's monitors and the file beside a run are told of its MoE layers."""
 
+import contextlib
 import csv
 import json
 import logging
@@ -31,7 +32,8 @@ from tests.deepspeed.harness import (
     train_engine,
 )
 from tests.deepspeed.models import AutoEPModel, NativeModel
-from tests.distributed import RankPool, refusal, run_ranks
+from tests.distributed import RankPool, refusal
+from tests.forks import ForkServer
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
 from tests.unit.records import counted
@@ -50,7 +52,7 @@ def case(directory: str, *, monitors: dict[str, Any] | None = None, **flashmoe: 
         model={"k": 2, "capacity_factor": 0.5, "min_capacity": 1},
         config={"wall_clock_breakdown": True, **(monitors or csv_files(directory))},
         steps=STEPS,
-        flashmoe={"metrics_interval": INTERVAL, **flashmoe},
+        settings={"metrics_interval": INTERVAL, **flashmoe},
     )
 
 
@@ -127,7 +129,7 @@ def run_resumed(group: dist.ProcessGroup, given: Case, directory: str) -> None:
     first.save_checkpoint(directory)
     again = build(given, fused=True)
     again.load_checkpoint(directory)
-    train_engine(again, given, first_step=given.steps)
+    train_engine(again, replace(given, first_step=given.steps))
 
 
 def test_a_resumed_run_reports_its_own_steps(two_ranks: RankPool, tmp_path: Path) -> None:
@@ -360,17 +362,15 @@ PIPELINES = {"MMMM": 4, "DDMM": 2, "MMDD": 2}
 """Blocks of two stages, and how many have experts. Rank 0, of the first stage, writes."""
 
 
-def test_all_stages_of_a_pipeline_are_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
+def test_all_stages_of_a_pipeline_are_reported(servers: list[ForkServer], tmp_path: Path) -> None:
     shape = {"num_experts": 4, "num_tokens": pipeline.SAMPLES}
     file = calibration(tmp_path / "t2.json", **shape)
     section = {"enabled": True, "metrics_interval": 1, "metrics": "all", "calibration": file}
     runs = [
         (blocks, {**csv_files(str(tmp_path / blocks)), "flashmoe": section}) for blocks in PIPELINES
     ]
-    run_ranks(pipeline.train_with_metrics, 4, runs)
+    with contextlib.closing(RankPool(4, servers)) as pool:
+        pool.run(pipeline.train_with_metrics, runs)
     for blocks, num_layers in PIPELINES.items():
         lines = reports(tmp_path / blocks / "job")
         assert lines
@@ -469,7 +469,7 @@ def without_monitor(group: dist.ProcessGroup, flashmoe: dict[str, Any]) -> list[
     logger = logging.getLogger("flashmoe_megatron")
     logger.addHandler(handler)
     try:
-        build(Case(flashmoe=flashmoe), fused=True)
+        build(Case(settings=flashmoe), fused=True)
     finally:
         logger.removeHandler(handler)
     return [message for message in told if "without effect" in message]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,33 +14,11 @@ from flashmoe_megatron.adapters.deepspeed import slices
 from flashmoe_megatron.adapters.gradients import plan_reduction
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.measured.fit import write_fit
-from tests.deepspeed.harness import (
-    FUSED,
-    Case,
-    Outcome,
-    batch,
-    build,
-    save_and_load,
-    train,
-    train_both,
-    train_engine,
-)
+from tests.deepspeed.harness import DEEPSPEED, Case, batch, build, train, train_engine
 from tests.deepspeed.models import EXPERTS
 from tests.distributed import RankPool
 from tests.fits import make_fit
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far fused layers may be off DeepSpeed's, relative; of tensors by the norm of each."""
-
-    losses: float
-    gradients: float
-    parameters: float
-
-
-FLOAT32 = Tolerance(losses=1e-5, gradients=1e-5, parameters=1e-5)
-"""Relative error: both sides differ in the order of their sums."""
+from tests.side_by_side import Outcome, Tolerance
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -66,10 +43,10 @@ TWO_RANKS = {
     "zero0": Case(**native()),
     "zero1": Case(**native(), zero=1),
     "zero2": Case(**native(), zero=2),
-    "zero2_overlap": Case(**native(), **stage(2, overlap_comm=True), accumulation=2),
+    "zero2_overlap": Case(**native(), **stage(2, overlap_comm=True), micro_batches=2),
     "ep1": Case(**native(ep_sizes=(1, 1)), zero=1),
     "groups_differ": Case(**native(ep_sizes=(1, 2, 2)), zero=2),
-    "accumulation": Case(**native(), accumulation=3),
+    "accumulation": Case(**native(), micro_batches=3),
     "checkpointing": Case(**native(checkpointing=True), zero=2),
     "checkpointing_reentrant": Case(**native(checkpointing=True, reentrant=True), zero=2),
     "k1_random_tokens": Case(**native(k=1, use_rts=True, capacity_factor=0.7, min_capacity=1)),
@@ -86,16 +63,16 @@ TWO_RANKS = {
     "uneven_tokens": Case(**native(k=2, drop_tokens=False), tokens=(7, 40), zero=2),
     "rank_without_tokens": Case(**native(k=2, drop_tokens=False), tokens=(24, 0), zero=2),
     "used_tokens": Case(**native(k=1), used=(0.5, 0.0), zero=1),
-    "max_tokens": Case(**native(), flashmoe={"max_tokens": 24}),
+    "max_tokens": Case(**native(), settings={"max_tokens": 24}),
     "replicas": Case(
         **native(k=2, drop_tokens=False),
         **stage(2, overlap_comm=True),
-        flashmoe={"spare_slots": 1, "replica_policy": "popular"},
+        settings={"spare_slots": 1, "replica_policy": "popular"},
     ),
-    "keep_inputs": Case(**native(), flashmoe={"keep": "inputs"}),
+    "keep_inputs": Case(**native(), settings={"keep": "inputs"}),
     "more_tokens_than_a_tile": Case(**native(k=2, drop_tokens=False), tokens=(150, 300), steps=2),
     "autoep_zero1": Case(**autoep(), zero=1),
-    "autoep_zero2": Case(**autoep(), **stage(2, overlap_comm=True), accumulation=2),
+    "autoep_zero2": Case(**autoep(), **stage(2, overlap_comm=True), micro_batches=2),
     "autoep_zero3": Case(**autoep(), **stage(3, stage3_param_persistence_threshold=0)),
     "autoep_zero3_checkpointing": Case(
         **autoep(checkpointing=True), **stage(3, stage3_param_persistence_threshold=0)
@@ -110,7 +87,7 @@ TWO_RANKS = {
 FOUR_RANKS = {
     "ep4": Case(**native(ep_sizes=(4, 4)), zero=1),
     "ep2_dp2_zero0": Case(**native(k=2)),
-    "ep2_dp2_zero2_overlap": Case(**native(k=2), **stage(2, overlap_comm=True), accumulation=2),
+    "ep2_dp2_zero2_overlap": Case(**native(k=2), **stage(2, overlap_comm=True), micro_batches=2),
     "groups_differ": Case(**native(ep_sizes=(2, 4, 1)), zero=2),
     "data_before_expert": Case(
         **native(), zero=2, config={"use_data_before_expert_parallelism": True}
@@ -123,19 +100,19 @@ FOUR_RANKS = {
     "uneven_tokens": Case(**native(k=2, drop_tokens=False), tokens=(5, 0, 33, 16), zero=2),
     "autoep_ep2_dp2_zero2": Case(**autoep(), zero=2),
     "autoep_ep4_zero1": Case(**autoep(), ep_size=4, zero=1),
-    "autoep_hosts_2x2": Case(**autoep(), ep_size=4, hosts=2, zero=1, flashmoe={"host_overlap": 1}),
+    "autoep_hosts_2x2": Case(**autoep(), ep_size=4, hosts=2, zero=1, settings={"host_overlap": 1}),
     "autoep_ep2_dp2_zero3": Case(**autoep(), **stage(3, stage3_param_persistence_threshold=0)),
 }
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(name: str, two_ranks: RankPool) -> None:
-    check(two_ranks, TWO_RANKS[name])
+    DEEPSPEED.compare(two_ranks, TWO_RANKS[name])
 
 
 @pytest.mark.parametrize("expert", EXPERTS)
 def test_experts(expert: str, two_ranks: RankPool) -> None:
-    check(two_ranks, Case(**native(expert=expert, k=2), zero=2, steps=2))
+    DEEPSPEED.compare(two_ranks, Case(**native(expert=expert, k=2), zero=2, steps=2))
 
 
 @pytest.mark.parametrize("form", ["swiglu_clamped", "swiglu_oai"])
@@ -143,7 +120,9 @@ def test_clamped_experts_of_autoep(form: str, two_ranks: RankPool) -> None:
     """The clamp is where it acts on a part of the values."""
     if not two_ranks.run(knows_forms)[0]:
         pytest.skip("this DeepSpeed's AutoEP knows SwiGLU alone")
-    check(two_ranks, Case(**autoep(limit=0.5), expert_parallel={"expert_activation": form}, zero=2))
+    DEEPSPEED.compare(
+        two_ranks, Case(**autoep(limit=0.5), expert_parallel={"expert_activation": form}, zero=2)
+    )
 
 
 def knows_forms(group: dist.ProcessGroup) -> bool:
@@ -154,7 +133,7 @@ def knows_forms(group: dist.ProcessGroup) -> bool:
 
 @pytest.mark.parametrize("name", FOUR_RANKS)
 def test_four_ranks(name: str, four_ranks: RankPool) -> None:
-    check(four_ranks, FOUR_RANKS[name])
+    DEEPSPEED.compare(four_ranks, FOUR_RANKS[name])
 
 
 # In half precision the two sides round in other places, and ours sums in float32: they are close,
@@ -173,7 +152,7 @@ BFLOAT16 = {
         **native(),
         zero=1,
         config={**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
-        accumulation=2,
+        micro_batches=2,
     ),
     "autoep_zero2": Case(**autoep(), config=BF16, zero=2),
 }
@@ -181,12 +160,13 @@ BFLOAT16 = {
 
 @pytest.mark.parametrize("name", BFLOAT16)
 def test_bfloat16(name: str, two_ranks: RankPool) -> None:
-    check(two_ranks, BFLOAT16[name], HALF[BFLOAT16[name].family, "bf16"])
+    case = BFLOAT16[name]
+    DEEPSPEED.compare(two_ranks, case, HALF[case.family, "bf16"])
 
 
 FLOAT16 = {
     "zero0": Case(**native(), config=FP16),
-    "zero1": Case(**native(expert="swiglu"), config=FP16, zero=1, accumulation=2),
+    "zero1": Case(**native(expert="swiglu"), config=FP16, zero=1, micro_batches=2),
     "zero2": Case(**native(k=2), config=FP16, zero=2),
     "autoep_zero2": Case(**autoep(), config=FP16, zero=2),
 }
@@ -195,7 +175,8 @@ FLOAT16 = {
 @pytest.mark.parametrize("name", FLOAT16)
 def test_float16(name: str, two_ranks: RankPool) -> None:
     """DeepSpeed scales the loss; the layers see nothing of it but larger gradients."""
-    for fused in check(two_ranks, FLOAT16[name], HALF[FLOAT16[name].family, "fp16"]):
+    case = FLOAT16[name]
+    for _, fused in DEEPSPEED.compare(two_ranks, case, HALF[case.family, "fp16"]):
         assert fused.losses[-1] != fused.losses[0], "no step was made: the scale is too large"
 
 
@@ -233,9 +214,9 @@ def test_the_loss_scaler_skips_a_step_that_overflows(name: str, two_ranks: RankP
 
 
 CHECKPOINTS = {
-    "native_zero0": Case(**native()),
-    "native_zero2": Case(**native(k=2, expert="swiglu"), zero=2),
-    "autoep_zero2": Case(**autoep(), zero=2),
+    "native_zero0": Case(**native(), steps=4),
+    "native_zero2": Case(**native(k=2, expert="swiglu"), zero=2, steps=4),
+    "autoep_zero2": Case(**autoep(), zero=2, steps=4),
 }
 
 
@@ -244,38 +225,9 @@ CHECKPOINTS = {
 def test_checkpoints_are_interchangeable(
     name: str, fused_first: bool, two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    outcomes = two_ranks.run(save_and_load, CHECKPOINTS[name], str(tmp_path), fused_first)
-    for whole, resumed in outcomes:
-        assert (resumed.fused_calls > 0) != fused_first
-        assert resumed.losses == pytest.approx(whole.losses[2:], rel=FLOAT32.losses)
-        assert_same(resumed.parameters, whole.parameters, FLOAT32.parameters)
-
-
-def check(pool: RankPool, case: Case, tolerance: Tolerance = FLOAT32) -> list[Outcome]:
-    """Trains with both kinds of layers and compares; the fused outcome of each rank."""
-    outcomes = pool.run(train_both, case)
-    for stock, fused in outcomes:
-        assert stock.fused_calls == 0
-        assert fused.fused_calls > 0
-        assert set(fused.report.values()) == {FUSED}
-        assert fused.over_hosts == (case.hosts > 1)
-        assert fused.keeps == {case.flashmoe.get("keep", "all")}
-        assert fused.losses == pytest.approx(stock.losses, rel=tolerance.losses)
-        assert fused.eval_losses == pytest.approx(stock.eval_losses, rel=tolerance.losses)
-        assert_same(fused.gradients, stock.gradients, tolerance.gradients)
-        assert_same(fused.parameters, stock.parameters, tolerance.parameters)
-    return [fused for _, fused in outcomes]
-
-
-def assert_same(
-    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float
-) -> None:
-    assert got.keys() == want.keys()
-    for name, tensor in got.items():
-        exact = want[name].float()
-        error = torch.linalg.vector_norm(tensor.float() - exact)
-        scale = torch.linalg.vector_norm(exact)
-        assert error <= tolerance * scale, f"{name}: off by {error / scale:.2e} of its norm"
+    case = CHECKPOINTS[name]
+    DEEPSPEED.save(two_ranks, case, 2, tmp_path, is_fused=fused_first)
+    DEEPSPEED.compare_resumed(two_ranks, case, 2, tmp_path, is_fused=not fused_first)
 
 
 @pytest.fixture
@@ -312,22 +264,22 @@ def refused_slices(group: dist.ProcessGroup, cases: list[Case]) -> list[str]:
 def test_buckets_have_the_size_of_what_fits_gaps(fit: str, two_ranks: RankPool) -> None:
     asked = {"slice_gradients": True, "degree_fit": fit, "max_tokens": 24}
     overlapped = stage(2, overlap_comm=True)
-    case = Case(**native(), **overlapped, flashmoe={**asked, "backend": "scheduled"})
+    case = Case(**native(), **overlapped, settings={**asked, "backend": "scheduled"})
     plain = two_ranks.run(train, Case(**native(), **overlapped), True)
     outcomes = two_ranks.run(train_with_buckets, case)
     for (found, size, piece_bytes), want in zip(outcomes, plain, strict=True):
         assert size == piece_bytes // 4 > 0, "DeepSpeed counts elements, of float32 here"
         for loss, other in zip(found.losses, want.losses, strict=True):
-            assert abs(loss - other) < FLOAT32.losses * abs(other)
+            assert abs(loss - other) < DEEPSPEED.tolerance.losses * abs(other)
     given = stage(2, overlap_comm=True, reduce_bucket_size=777)
-    case = Case(**native(), **given, flashmoe=asked)
+    case = Case(**native(), **given, settings=asked)
     assert [size for _, size, *_ in two_ranks.run(train_with_buckets, case)] == [777, 777]
     bad = [
-        Case(**native(), flashmoe=asked),
-        Case(**native(), zero=2, flashmoe={**asked, "max_tokens": None}),
-        Case(**native(), zero=2, flashmoe={**asked, "degree_fit": None}),
-        Case(**native(), zero=2, flashmoe={**asked, "degree_fit": "/nowhere"}),
-        Case(**native(ep_sizes=(1, 1)), zero=2, flashmoe=asked),
+        Case(**native(), settings=asked),
+        Case(**native(), zero=2, settings={**asked, "max_tokens": None}),
+        Case(**native(), zero=2, settings={**asked, "degree_fit": None}),
+        Case(**native(), zero=2, settings={**asked, "degree_fit": "/nowhere"}),
+        Case(**native(ep_sizes=(1, 1)), zero=2, settings=asked),
     ]
     for said in two_ranks.run(refused_slices, bad):
         assert "flashmoe.slice_gradients is True, wanted false with ZeRO stage 0" in said[0]

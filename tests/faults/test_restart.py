@@ -15,7 +15,8 @@ import torch.distributed as dist
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import PATIENCE_S, RankError, RankPool
 from tests.forks import ForkServer
-from tests.megatron.harness import Case, Layout, Outcome, train
+from tests.megatron.harness import Case, Layout, train
+from tests.side_by_side import Outcome
 
 pytestmark = [
     pytest.mark.timeout(5 * PATIENCE_S),
@@ -40,24 +41,24 @@ def train_and_die(group: dist.ProcessGroup, case: Case) -> Outcome:
         return backward(self, *args, **options)
 
     ReferenceBackend.backward = backward_or_die  # type: ignore[method-assign]
-    return train(group, case, "flashmoe")
+    return train(group, case, True)
 
 
 def test_restart_after_a_kill(tmp_path: Path):
-    whole = Case(Layout(expert=2), iterations=5)
+    whole = Case(Layout(expert=2), steps=5)
     checkpoint = str(tmp_path / "checkpoint")
-    first = dataclasses.replace(whole, iterations=2, save_to=checkpoint)
-    rest = dataclasses.replace(whole, iterations=3, first_iteration=2, load_from=checkpoint)
+    first = dataclasses.replace(whole, steps=2, save_to=checkpoint)
+    rest = dataclasses.replace(whole, steps=3, first_step=2, load_from=checkpoint)
     with (
         contextlib.closing(ForkServer("tests.megatron.preloaded")) as server,
         contextlib.closing(RankPool(2, [server])) as pool,
     ):
-        uninterrupted = pool.run(train, whole, "flashmoe")
-        pool.run(train, first, "flashmoe")
+        uninterrupted = pool.run(train, whole, True)
+        pool.run(train, first, True)
         with pytest.raises(RankError, match="exit code -9"):
             pool.run(train_and_die, rest)
         # A pool whose rank has died starts fresh processes.
-        resumed = pool.run(train, rest, "flashmoe")
+        resumed = pool.run(train, rest, True)
     for want, got in zip(uninterrupted, resumed, strict=True):
         assert got.losses == want.losses[2:]
         assert got.grad_norms == want.grad_norms[2:]

@@ -99,12 +99,16 @@ def make_model(
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def with_trainer(model: Any, steps: int, **arguments: Any) -> list[float]:
-    """The losses that transformers' Trainer logs."""
+def forget_accelerate() -> None:
+    """Drops accelerate's state of the process, which would keep the first training's precision."""
     from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainingArguments
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # else the first precision stays
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def with_trainer(model: Any, steps: int, **arguments: Any) -> tuple[list[float], Any]:
+    """Returns the losses that transformers' Trainer logs, and the model that it has wrapped."""
+    from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
@@ -121,19 +125,20 @@ def with_trainer(model: Any, steps: int, **arguments: Any) -> list[float]:
         )
         trainer = Trainer(model=model, args=settings, train_dataset=Words())
         trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.model_wrapped
 
 
-def with_accelerate(model: Any, steps: int, **arguments: Any) -> list[float]:
-    """The losses of a loop written with accelerate."""
+def with_accelerate(
+    model: Any, steps: int, make_optimizer: Any = torch.optim.AdamW, **arguments: Any
+) -> tuple[list[float], Any]:
+    """Returns the mean losses of a loop written with accelerate, and the model that it wraps."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
     from torch.utils.data import DataLoader
 
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(**arguments)
     model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Words(), batch_size=2)
+        model, make_optimizer(model.parameters(), lr=1e-2), DataLoader(Words(), batch_size=2)
     )
     losses = []
     for _, batch in zip(range(steps), loader, strict=False):
@@ -141,8 +146,8 @@ def with_accelerate(model: Any, steps: int, **arguments: Any) -> list[float]:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+        losses.append(float(accelerator.reduce(loss.detach(), reduction="mean")))
+    return losses, model
 
 
 def timed_steps(

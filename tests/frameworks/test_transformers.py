@@ -3,11 +3,7 @@
 import copy
 import dataclasses
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +16,13 @@ from flashmoe_megatron.checks import check_weights
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from tests.frameworks.models import KINDS, make_config
+from tests.programs import ROOT, run_python
+from tests.side_by_side import compare_noted
 
-REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 240
 FOLDERS = ("5.23.0", "5.24.0")
 """Releases that tools/setup_env.sh installs in folders of their own."""
+FLOAT32, AUTOCAST = 2e-6, 5e-3
+"""Largest relative differences of losses."""
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
@@ -32,62 +30,43 @@ pytestmark = [
 ]
 
 
-def run(release: str | None, out: Path, launcher: list[str], *options: str) -> list[dict[str, Any]]:
-    """The records of a program that trains with a release, or with the installed one."""
-    path = [str(REPOSITORY)]
-    if release is not None:
-        folder = REPOSITORY / "build" / f"transformers-{release}"
+def compare(
+    release: str | None,
+    loops: dict[str, float],
+    out: Path,
+    *options: str,
+    ranks: int | None = None,
+) -> None:
+    """Trains each kind of model in some loops, with a release or with the installed one.
+
+    Args:
+        release: The release.
+        loops: How far losses may be apart in each loop.
+        out: A file for the program's records.
+        *options: Further arguments of the program.
+        ranks: Its ranks, if several share the experts.
+    """
+    folders = [] if release is None else [ROOT / "build" / f"transformers-{release}"]
+    for folder in folders:
         if not folder.is_dir():
             pytest.skip(f"{folder} is missing; tools/setup_env.sh makes it")
-        path.insert(0, str(folder))
-    program = ["-m", "tests.frameworks.train_transformers", "--out", str(out), *options]
-    ran = subprocess.run(
-        [sys.executable, *launcher, *program],
-        cwd=REPOSITORY,
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(path),
-        },
-        timeout=TIMEOUT_S,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-20_000:]
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    program = ("-m", "tests.frameworks.train_transformers", "--out", out, *options)
+    run_python(*program, ranks=ranks, before=folders, HF_HUB_OFFLINE="1")
+    wanted = {f"{kind} {loop}": limit for kind in KINDS for loop, limit in loops.items()}
+    pairs = compare_noted(out, wanted)
     if release is not None:
-        assert {record["release"] for record in records} == {release}
-    return records
+        assert {fused["release"] for _, fused in pairs.values()} == {release}
 
 
-def compare(records: list[dict[str, Any]], loops: tuple[str, ...]) -> None:
-    """Every kind and loop is there, and flashmoe's losses are those of the model's own experts."""
-    pairs = list(zip(records[::2], records[1::2], strict=True))
-    assert [(own["model"], own["loop"]) for own, _ in pairs] == [
-        (kind, loop) for kind in KINDS for loop in loops
-    ]
-    for own, ours in pairs:
-        assert (own["model"], own["loop"]) == (ours["model"], ours["loop"])
-        assert own["experts"] != ours["experts"] == "flashmoe"
-        assert len(set(own["losses"])) >= 3
-        tolerance = 5e-3 if own["loop"] == "autocast" else 2e-6
-        assert ours["losses"] == pytest.approx(own["losses"], rel=tolerance), own
-
-
-@pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("release", [None, *FOLDERS])
 def test_trainer_and_accelerate(release: str | None, tmp_path: Path) -> None:
-    records = run(release, tmp_path / "records.jsonl", [])
-    compare(records, ("trainer", "autocast", "accelerate"))
+    loops = {"trainer": FLOAT32, "autocast": AUTOCAST, "accelerate": FLOAT32}
+    compare(release, loops, tmp_path / "records.jsonl")
 
 
-@pytest.mark.timeout(TIMEOUT_S + 30)
 def test_expert_parallel(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    records = run(FOLDERS[-1], tmp_path / "records.jsonl", launcher, "--parallel")
-    compare(records, ("fsdp_size", "tp_size"))
+    loops = {"fsdp_size": FLOAT32, "tp_size": FLOAT32}
+    compare(FOLDERS[-1], loops, tmp_path / "records.jsonl", "--parallel", ranks=2)
 
 
 class Experts(nn.Module):

@@ -9,7 +9,6 @@ seed. All else is the Trainer's: meshes, FSDP, the override, optimizer and steps
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from unittest import mock
 
 import torch
 import torchtitan.tools.utils as titan_utils
+
+from tests.side_by_side import FUSED, OWN, note
 
 OVERRIDE = "flashmoe_megatron.torchtitan.routed_experts"
 VOCABULARY, SEQUENCES, LENGTH = 2048, 2, 32
@@ -122,7 +123,7 @@ def make_config(experts: str, steps: int, folder: Path) -> Any:
     config.parallelism.spmd_backend = "partial_dtensor"
     config.debug.seed = 1
     config.dump_folder = str(folder)
-    if experts == "flashmoe":
+    if experts == FUSED:
         config.override = OverrideConfig(imports=[(OVERRIDE, {})])
     return config
 
@@ -144,7 +145,6 @@ def train(experts: str, steps: int, folder: Path) -> dict[str, Any]:
     trainer.close()
     names = sorted({type(module).__name__ for module in trainer.model_parts[0].modules()})
     return {
-        "experts": experts,
         "ranks": torch.distributed.get_world_size(),
         "losses": losses,
         "modules": names,
@@ -158,11 +158,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     use_processors()
-    for experts in ("own", "flashmoe"):
-        line = json.dumps(train(experts, args.steps, args.out.parent))
-        if torch.distributed.get_rank() == 0:
-            with args.out.open("a") as file:
-                file.write(line + "\n")
+    for experts in (OWN, FUSED):
+        note(args.out, "qwen3", experts, **train(experts, args.steps, args.out.parent))
         leave(experts)
 
 

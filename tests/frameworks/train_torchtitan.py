@@ -6,7 +6,6 @@ which share the experts. Rank 0 writes one JSON object per training. Attention i
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -31,6 +30,8 @@ from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAt
 from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+from tests.side_by_side import FUSED, OWN, note
 
 OVERRIDE = "flashmoe_megatron.torchtitan.routed_experts"
 VOCABULARY, SEQUENCES, LENGTH = 2048, 2, 32
@@ -111,8 +112,6 @@ def train(
         "framework": f"torchtitan {version('torchtitan')}",
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "model": kind,
-        "experts": "own" if options is None else "flashmoe",
         "ranks": world,
         "tokens": SEQUENCES * length,
         "losses": [loss for losses in everyone for loss in losses],
@@ -132,11 +131,7 @@ def main() -> None:
     for kind in FLAVORS:
         for options in (None, {}):
             record = train(kind, options, args.steps, torch.device(args.device), args.length)
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                line = json.dumps(record)
-                print(line, flush=True)
-                with args.out.open("a") as file:
-                    file.write(line + "\n")
+            note(args.out, kind, OWN if options is None else FUSED, **record)
     if dist.is_initialized():
         dist.destroy_process_group()
 

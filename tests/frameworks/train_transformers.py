@@ -5,9 +5,9 @@ torchrun on two processes, which share the experts. Rank 0 writes one JSON objec
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ import transformers
 
 import flashmoe_megatron.transformers
 from tests.frameworks import models
+from tests.side_by_side import FUSED, OWN, note
 
+Noted = tuple[str, str, list[float]]
+"""A training's name, whose experts it had, and its losses."""
 STEPS = 3
 BOUND = 2 * models.SEQUENCE
 """The tokens of the Trainer's batches."""
 
 
-def alone() -> Iterator[dict[str, Any]]:
+def alone() -> Iterator[Noted]:
     """Each kind by Trainer and by accelerate, in float32 and under autocast."""
     flashmoe_megatron.transformers.configure(max_tokens=BOUND)
     loops = {
@@ -33,12 +36,13 @@ def alone() -> Iterator[dict[str, Any]]:
     }
     for kind in models.KINDS:
         for loop, train in loops.items():
-            for experts in ("eager", "flashmoe"):
-                losses = train(models.make_model(kind, experts))
-                yield {"model": kind, "loop": loop, "experts": experts, "losses": losses}
+            for experts, implementation in ((OWN, "eager"), (FUSED, "flashmoe")):
+                models.forget_accelerate()
+                losses, _ = train(models.make_model(kind, implementation))
+                yield f"{kind} {loop}", experts, losses
 
 
-def parallel() -> Iterator[dict[str, Any]]:
+def parallel() -> Iterator[Noted]:
     """Each kind with its experts on two ranks, which have other batches or share one."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -54,8 +58,8 @@ def parallel() -> Iterator[dict[str, Any]]:
             models.make_model(kind, "eager").save_pretrained(path)
         dist.barrier()
         for layout in ({"fsdp_size": 2}, {"tp_size": 2}):
-            for experts in ("all_to_all", "flashmoe"):
-                config = DistributedConfig(**layout, ep_size=2, ep_implementation=experts)
+            for experts, implementation in ((OWN, "all_to_all"), (FUSED, "flashmoe")):
+                config = DistributedConfig(**layout, ep_size=2, ep_implementation=implementation)
                 model = AutoModelForCausalLM.from_pretrained(
                     path, distributed_config=config, dtype=torch.float32
                 )
@@ -71,12 +75,7 @@ def parallel() -> Iterator[dict[str, Any]]:
                     losses.append(float(loss.detach()))
                 everyone: list[Any] = [None, None]
                 dist.all_gather_object(everyone, losses)
-                yield {
-                    "model": kind,
-                    "loop": "+".join(layout),
-                    "experts": experts,
-                    "losses": [loss for losses in everyone for loss in losses],
-                }
+                yield f"{kind} {'+'.join(layout)}", experts, list(chain(*everyone))
 
 
 def main() -> None:
@@ -84,10 +83,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parallel", action="store_true")
     args = parser.parse_args()
-    for record in parallel() if args.parallel else alone():
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            with args.out.open("a") as file:
-                file.write(json.dumps({**record, "release": transformers.__version__}) + "\n")
+    for noted in parallel() if args.parallel else alone():
+        note(args.out, *noted, release=transformers.__version__)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import RankPool
 from tests.forks import ForkServer
 
 MEGATRON_LM = "FLASHMOE_MEGATRON_LM"
@@ -23,20 +22,6 @@ def servers() -> Iterator[list[ForkServer]]:
             stack.enter_context(contextlib.closing(ForkServer("tests.megatron.preloaded")))
             for _ in range(2)
         ]
-
-
-@pytest.fixture(scope="module")
-def four_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
-    """Four processes for Megatron; they start with the first use."""
-    with contextlib.closing(RankPool(4, servers)) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def two_ranks(servers: list[ForkServer]) -> Iterator[RankPool]:
-    """Two processes for Megatron; they start with the first use."""
-    with contextlib.closing(RankPool(2, servers)) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import gc
 import os
 import queue
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from tests.megatron.graphed import graph_layers
 from tests.megatron.grouped import grouped_experts
 from tests.megatron.muon import muon_optimizer
 from tests.megatron.sequences import forward_step, shared_batches
+from tests.side_by_side import Framework, Outcome, Tolerance, Training
 
 VOCABULARY = 128
 SEQ_LENGTH = 16
@@ -46,17 +47,19 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One training run.
+class Case(Training):
+    """One training of Megatron's.
 
     ``config``, ``ddp`` and ``optimizer`` override fields of Megatron's configurations, ``later``
     those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
     metrics to ``metrics_to``. ``experts`` is a kind of grouped ones, ``graphs`` the number of CUDA
     graphs of each layer, ``lengths`` says how long sequences are, ``muon`` takes Muon in place of
-    Adam. ``settings`` are flashmoe's, to which the ranks are those of so many ``hosts``.
+    Adam.
     """
 
     layout: Layout
+    _: KW_ONLY
+    micro_batches: int = 2
     config: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Any] = field(default_factory=dict)
     experts: str | None = None
@@ -64,35 +67,10 @@ class Case:
     lengths: Literal["equal", "any", "packed", "shared"] = "equal"
     muon: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)
-    iterations: int = 3
-    micro_batches: int = 2
     fuse_main_grad: bool = False
-    save_to: str | None = None
-    load_from: str | None = None
     loads_optimizer: bool = True
-    first_iteration: int = 0
     metrics_to: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    hosts: int = 1
     initial_loss_scale: float = 2.0**32
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A rank's view of a training; losses are empty on ranks without the last pipeline stage.
-
-    ``skipped`` tells of each iteration whether its gradients were too large for float16, ``keeps``
-    what the fused layers' backends keep for their backwards.
-    """
-
-    losses: list[float]
-    skipped: list[bool]
-    grad_norms: list[float]
-    eval_losses: list[float]
-    parameters: dict[str, torch.Tensor]
-    layer_classes: set[str]
-    fused_calls: int
-    keeps: set[str]
 
 
 class Norm(torch.nn.RMSNorm):
@@ -244,8 +222,9 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
     return config
 
 
-def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
-    """Trains a model from one seed; the same numbers come out for every right dispatcher."""
+def train(group: dist.ProcessGroup, case: Case, is_fused: bool) -> Outcome:
+    """Trains a model from one seed, with flashmoe or with Megatron's alltoall dispatcher."""
+    dispatcher = "flashmoe" if is_fused else "alltoall"
     prepare(case.layout, hosts=case.hosts, **case.settings)
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -296,12 +275,12 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     step = get_forward_backward_func()
     report = _metrics(case.metrics_to, chunks)
     losses, grad_norms, skipped = [], [], []
-    for iteration in range(case.first_iteration, case.first_iteration + case.iterations):
+    for iteration in range(case.first_step, case.first_step + case.steps):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reduced = _run(step, model, case, iteration, forward_only=False)
-        if dispatcher == "flashmoe":  # Megatron's mark is left where Megatron's layers leave it
+        if is_fused:  # Megatron's mark is left where Megatron's layers leave it
             for layer in _moe_layers(chunks):
                 marks = {each.grad_added_to_main_grad for each in layer.experts.parameters()}
                 assert marks == {case.fuse_main_grad}
@@ -310,7 +289,7 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
         skipped.append(not is_updated)
         if is_updated:
             grad_norms.append(float(grad_norm))
-        report(iteration + 1, is_last=iteration + 1 == case.first_iteration + case.iterations)
+        report(iteration + 1, is_last=iteration + 1 == case.first_step + case.steps)
     if ddp_config.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -323,8 +302,9 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
     # The optimizer's views of float32 parameters hold, unseen by the garbage collector, what holds
     # DDP, whose configuration would hold the optimizer: nothing of this training would be freed.
     config.grad_scale_func = None
-    backends = [routed.backend for routed in _routed_experts(chunks)]
-    assert all(isinstance(backend, HostsBackend) == (case.hosts > 1) for backend in backends)
+    experts = _routed_experts(chunks)
+    over_hosts = {isinstance(each.backend, HostsBackend) for each in experts}
+    assert len(over_hosts) <= 1
     return Outcome(
         losses=[loss for loss in losses if loss is not None],
         skipped=skipped,
@@ -335,9 +315,13 @@ def train(group: dist.ProcessGroup, case: Case, dispatcher: str) -> Outcome:
             for index, chunk in enumerate(chunks)
             for name, parameter in chunk.named_parameters()
         },
-        layer_classes={type(layer).__name__ for layer in _dispatchers(chunks)},
-        fused_calls=sum(routed.num_calls for routed in _routed_experts(chunks)),
-        keeps={backend.keep for backend in backends},
+        layers={
+            f"{number}": type(layer.token_dispatcher).__name__
+            for number, layer in enumerate(_moe_layers(chunks))
+        },
+        calls=[each.num_calls for each in experts],
+        keeps={each.backend.keep for each in experts},
+        over_hosts=True in over_hosts,
     )
 
 
@@ -558,21 +542,30 @@ def _moe_layers(chunks: list[Any]) -> list[Any]:
     ]
 
 
-def _dispatchers(chunks: list[Any]) -> list[Any]:
-    return [layer.token_dispatcher for layer in _moe_layers(chunks)]
-
-
 def _routed_experts(chunks: list[Any]) -> list[Any]:
     """The routed experts of the layers that are fused."""
     found = (getattr(layer, "flashmoe_routed_experts", None) for layer in _moe_layers(chunks))
     return [routed for routed in found if routed is not None]
 
 
-def train_both(group: dist.ProcessGroup, case: Case) -> tuple[Outcome, Outcome]:
-    """The same run with Megatron's alltoall dispatcher and with flashmoe."""
-    stock = train(group, case, "alltoall")
-    fused = train(group, dataclasses.replace(case), "flashmoe")
-    return stock, fused
+def determined(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a parameter without the keys' biases.
+
+    Their gradient is 0, for a softmax does not change with what is added to all its inputs; what
+    rounding makes of it, Adam takes for a direction.
+    """
+    if not name.endswith("linear_qkv.bias"):
+        return parameter
+    return parameter.view(-1, 3, HEAD_SIZE)[:, (0, 2)]
+
+
+MEGATRON = Framework(
+    train,
+    serves="FlashMoETokenDispatcher",
+    # Both sides compute in float32 and differ in the order of their sums.
+    tolerance=Tolerance(losses=1e-5, gradients=2e-4, parameters=1e-3),
+    determined=determined,
+)
 
 
 def megatron_parser() -> argparse.ArgumentParser:

@@ -51,7 +51,7 @@ def early_collectives(group: dist.ProcessGroup, case: Case) -> tuple[Started, li
         patch.object(ReferenceBackend, "early_fc2_grads", lambda backend: early()),
         patch.object(bucket_group, "start_grad_sync", start_grad_sync),
     ):
-        return started, train(group, case, "flashmoe").losses
+        return started, train(group, case, True).losses
 
 
 def case_of(**ddp: Any) -> Case:
@@ -60,7 +60,7 @@ def case_of(**ddp: Any) -> Case:
 
 
 def test_buckets_of_fc2_are_reduced_early(four_ranks: RankPool) -> None:
-    plain = four_ranks.run(train, case_of(), "flashmoe")
+    plain = four_ranks.run(train, case_of(), True)
     for (started, losses), want in zip(
         four_ranks.run(early_collectives, case_of()), plain, strict=True
     ):
@@ -69,7 +69,7 @@ def test_buckets_of_fc2_are_reduced_early(four_ranks: RankPool) -> None:
         assert {shape for early, (shape,) in started if early} == {FC2}
         assert {early for early, shapes in started if shapes == {FC1}} == {False}
         num_fc2 = 2 * 4  # layers, local experts
-        assert sum(early for early, _ in started) == (case_of().iterations - 1) * num_fc2
+        assert sum(early for early, _ in started) == (case_of().steps - 1) * num_fc2
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from flashmoe_megatron.adapters.megatron import schedule
 from flashmoe_megatron.errors import RowBoundError
 from flashmoe_megatron.kernel.captured import Captured
 from tests.distributed import RankPool
-from tests.megatron.harness import Case, Layout, train_both
-from tests.megatron.test_training import OVERLAP, OVERLAPPED, assert_same
+from tests.megatron.harness import MEGATRON, Case, Layout
+from tests.megatron.test_training import OVERLAP, OVERLAPPED
 
 ALL_PARTS = ["attn", "moe_router", "moe_preprocess"]
 
@@ -79,11 +79,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_beside_the_launch_match_alltoall(name: str, two_ranks: RankPool) -> None:
     """A graph's outputs are written over by its next replay, and belong to others in between."""
-    case = CASES[name]
-    for stock, fused in two_ranks.run(train_both, case):
-        assert fused.keeps == {case.settings.get("keep", "all")}
-        assert fused.fused_calls > 0
-        assert_same(fused, stock)
+    MEGATRON.compare(two_ranks, CASES[name])
 
 
 def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

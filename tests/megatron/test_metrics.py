@@ -8,8 +8,6 @@ import itertools
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from flashmoe_megatron.adapters.megatron.arguments import extend_parser
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.measured.calibration import Entry, write_entries
-from tests.distributed import PATIENCE_S, RankPool, refusal
+from tests.distributed import RankPool, refusal
 from tests.megatron.harness import (
     MICRO_BATCH,
     SEQ_LENGTH,
@@ -38,6 +36,7 @@ from tests.megatron.harness import (
 )
 from tests.megatron.layers import make_layer
 from tests.megatron.stock_script import MODEL, torchrun
+from tests.programs import run_python
 from tests.tools.offline_wandb import offline_runs
 from tests.unit import cases
 from tests.unit.records import counted
@@ -77,8 +76,8 @@ def test_layers_of_all_ranks_are_reported(
     layout: Layout, four_ranks: RankPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    case = Case(layout, iterations=4, metrics_to=str(path), settings={"metrics": "all"})
-    four_ranks.run(train, case, "flashmoe")
+    case = Case(layout, steps=4, metrics_to=str(path), settings={"metrics": "all"})
+    four_ranks.run(train, case, True)
     lines = reports(path)
     # The first iteration is not reported, and the last is although none follows.
     assert [line["step"] for line in lines] == [2, 3, 4]
@@ -100,10 +99,8 @@ def test_layers_of_all_ranks_are_reported(
 
 def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    case = Case(
-        Layout(expert=2), iterations=2, metrics_to=str(path), settings={"metrics": "kernel_ms"}
-    )
-    four_ranks.run(train, case, "flashmoe")
+    case = Case(Layout(expert=2), steps=2, metrics_to=str(path), settings={"metrics": "kernel_ms"})
+    four_ranks.run(train, case, True)
     (line,) = reports(path)
     assert set(line) == {
         "step",
@@ -113,7 +110,7 @@ def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
     }
     path.unlink()
     case = dataclasses.replace(case, settings={"metrics": "none"})
-    four_ranks.run(train, case, "flashmoe")
+    four_ranks.run(train, case, True)
     assert not path.exists()
 
 
@@ -127,8 +124,8 @@ def calibration(path: Path, **changes: Any) -> str:
 def test_overlap_efficiency_comes_from_the_file(four_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     settings = {"calibration": calibration(tmp_path / "t2.json")}
-    case = Case(Layout(expert=4), iterations=2, metrics_to=str(path), settings=settings)
-    four_ranks.run(train, case, "flashmoe")
+    case = Case(Layout(expert=4), steps=2, metrics_to=str(path), settings=settings)
+    four_ranks.run(train, case, True)
     (line,) = reports(path)
     efficiency = line["flashmoe/forward/overlap_efficiency"]
     assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
@@ -138,7 +135,7 @@ def test_overlap_efficiency_comes_from_the_file(four_ranks: RankPool, tmp_path: 
 def test_a_calibration_of_another_shape_ends_the_run(four_ranks: RankPool, tmp_path: Path) -> None:
     file = calibration(tmp_path / "t2.json", intermediate=128)
     case = Case(Layout(expert=4), settings={"calibration": file})
-    for told in four_ranks.run(refusal, train, case, "flashmoe"):
+    for told in four_ranks.run(refusal, train, case, True):
         assert "has intermediate 128 and not 64" in told
 
 
@@ -586,7 +583,7 @@ print("goes on")
     ],
 )
 def test_wandb_starts_or_is_done_without(dispatcher: str, project: str, words: str) -> None:
-    done = run_python(WRITERS, dispatcher, project)
+    done = run_python("-c", WRITERS, dispatcher, project)
     assert done.stdout.strip() == words, done.stderr
     assert ("wandb does not start: ValueError: no wandb here" in done.stderr) == (
         project == "broken"
@@ -594,20 +591,8 @@ def test_wandb_starts_or_is_done_without(dispatcher: str, project: str, words: s
 
 
 def test_runs_with_other_dispatchers_keep_their_errors() -> None:
-    done = run_python(WRITERS, "alltoall", "broken")
-    assert done.returncode == 1
+    done = run_python("-c", WRITERS, "alltoall", "broken", status=1)
     assert "ValueError: no wandb here" in done.stderr
-
-
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
 
 
 OTHER_RELEASE = """
@@ -619,7 +604,7 @@ print("goes on")
 
 
 def test_a_release_without_the_place_is_told_of() -> None:
-    done = run_python(OTHER_RELEASE)
+    done = run_python("-c", OTHER_RELEASE)
     assert done.stdout.strip() == "goes on", done.stderr
     assert "megatron.training.training has no training_log: no metrics" in done.stderr
 

@@ -35,7 +35,7 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, 
     reduce_scatter = Multipath.reduce_scatter
     Multipath.reduce_scatter = reduced
     try:
-        losses = train(group, case, "flashmoe").losses
+        losses = train(group, case, True).losses
         # Buckets have been offered to peers to write to, which these links refuse.
         assert not any(one._can_share for one in links._made.values())
         number = sum(one.transfers._number for one in links._made.values())
@@ -50,7 +50,7 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, 
 
 @pytest.mark.parametrize("ddp", [DDP, {}], ids=["overlapped", "in turn"])
 def test_losses_are_those_of_one_link(ddp: dict, four_ranks: RankPool) -> None:
-    plain = four_ranks.run(train, Case(EP2_DP2, ddp=ddp), "flashmoe")
+    plain = four_ranks.run(train, Case(EP2_DP2, ddp=ddp), True)
     case = Case(EP2_DP2, ddp=ddp, settings={"multipath": "auto"})
     for found, want in zip(four_ranks.run(over_links, case), plain, strict=True):
         losses, number, reducing = found
@@ -79,8 +79,8 @@ def test_ranks_that_share_buckets_agree(four_ranks: RankPool) -> None:
 
 def test_small_buckets_go_as_before(four_ranks: RankPool) -> None:
     case = Case(EP2_DP2, ddp=DDP, settings={"multipath": "auto"})
-    plain = four_ranks.run(train, Case(EP2_DP2, ddp=DDP), "flashmoe")
-    for one, want in zip(four_ranks.run(train, case, "flashmoe"), plain, strict=True):
+    plain = four_ranks.run(train, Case(EP2_DP2, ddp=DDP), True)
+    for one, want in zip(four_ranks.run(train, case, True), plain, strict=True):
         assert one.losses == want.losses
 
 

@@ -35,13 +35,13 @@ def fit(tmp_path: Path) -> str:
 def case_of(fit: str, *, backend: str = "scheduled", **ddp: Any) -> Case:
     settings = {"backend": backend, "slice_gradients": True, "degree_fit": fit, "degree": "2"}
     given = {"overlap_grad_reduce": True, "bucket_size": None, **ddp}
-    return Case(EP2, settings=settings, ddp=given, iterations=ITERATIONS)
+    return Case(EP2, settings=settings, ddp=given, steps=ITERATIONS)
 
 
 def plain(case: Case, **settings: Any) -> Case:
     """The same training without slices."""
     changed = {**case.settings, "slice_gradients": False, **settings}
-    return Case(EP2, settings=changed, ddp=case.ddp, iterations=ITERATIONS)
+    return Case(EP2, settings=changed, ddp=case.ddp, steps=ITERATIONS)
 
 
 def watch(group: dist.ProcessGroup, case: Case, *, too_early: bool) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def watch(group: dist.ProcessGroup, case: Case, *, too_early: bool) -> dict[str,
             patches.setattr(
                 original_of(bucket_group.register_grad_ready), "__code__", START_AT_FIRST.__code__
             )
-        seen["losses"] = train(group, case, "flashmoe").losses
+        seen["losses"] = train(group, case, True).losses
     return seen
 
 
@@ -112,7 +112,7 @@ def test_losses_are_those_without_slices_and_a_mutant_is_caught(
     distributed_optimizer: bool, fit: str, two_ranks: RankPool
 ) -> None:
     case = case_of(fit, use_distributed_optimizer=distributed_optimizer)
-    want = two_ranks.run(train, plain(case), "flashmoe")
+    want = two_ranks.run(train, plain(case), True)
     found = two_ranks.run(watch_right, case)
     for one, other in zip(found, want, strict=True):
         assert relative(one["losses"], other.losses) < TOLERANCE
@@ -148,13 +148,13 @@ def buckets(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int | No
             made(self, name, value)
 
         patches.setattr(DistributedDataParallelConfig, "__setattr__", note)
-        losses = train(group, case, "flashmoe").losses
+        losses = train(group, case, True).losses
     return losses, sizes[-1]
 
 
 def test_other_backends_get_buckets_that_fit(fit: str, two_ranks: RankPool) -> None:
     case = case_of(fit, backend="reference")
-    want = two_ranks.run(train, plain(case), "flashmoe")
+    want = two_ranks.run(train, plain(case), True)
     for (losses, size), other in zip(two_ranks.run(buckets, case), want, strict=True):
         assert relative(losses, other.losses) < TOLERANCE
         assert size is not None
@@ -456,14 +456,14 @@ def refusals(group: dist.ProcessGroup, fit: str) -> list[str]:
         case = case_of(fit, **ddp)
         changed = {**case.settings, **settings}
         with pytest.raises(ConfigError) as caught:
-            train(group, Case(layout, settings=changed, ddp=case.ddp), "flashmoe")
+            train(group, Case(layout, settings=changed, ddp=case.ddp), True)
         said.append(str(caught.value))
     return said
 
 
 def refused_fits(group: dist.ProcessGroup, fits: list[str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        train(group, case_of(fits[dist.get_rank(group)], backend="reference"), "flashmoe")
+        train(group, case_of(fits[dist.get_rank(group)], backend="reference"), True)
     return str(caught.value)
 
 

@@ -33,14 +33,13 @@ from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
-from flashmoe_megatron.separate import plan
 from flashmoe_megatron.separate.agreement import Agreement, Heard, ranks_of
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.exchange import Exchange, make_exchange
+from flashmoe_megatron.separate.exchange import make_exchange
 from flashmoe_megatron.separate.plan import latest_ends
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.separate.steps import PLAIN, stack_of, store
-from flashmoe_megatron.separate.ways import TensorGroup, Way, Ways
+from flashmoe_megatron.separate.ways import TensorGroup, Way
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
@@ -84,73 +83,6 @@ def test_no_part_ends_behind_its_latest_end() -> None:
                 for part in range(degree):
                     end += sum(part_size(count, part, degree) for count in counts)
                     assert end <= ends[part]
-
-
-def test_rows_leave_as_soon_as_their_numbers_are_known(ranks: RankPool) -> None:
-    config = cases.make_config(num_ranks=2)
-    inputs = cases.make_inputs(config, cases.with_dropped_tokens, [30, 11], dtype=torch.float32)
-    ranks.run(watch_the_order, config, inputs, num_ranks=2)
-
-
-def watch_the_order(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs) -> None:
-    seen: list[str] = []
-    with pytest.MonkeyPatch.context() as patches:
-
-        def watch(owner: Any, name: str) -> None:
-            function = getattr(owner, name)
-
-            def called(*args: Any, **kwargs: Any) -> Any:
-                seen.append(name)
-                return function(*args, **kwargs)
-
-            patches.setattr(owner, name, called)
-
-        for owner, name in (
-            (Agreement, "tell"),
-            (Agreement, "plan"),
-            (Ways, "collect"),
-            (Exchange, "run"),
-            (plan, "make_parts"),
-            (PLAIN, "weighted_activation"),
-            (PLAIN, "weighted_activation_backward"),
-        ):
-            watch(owner, name)
-        run(ScheduledBackend(config, group, degrees=(3, 2)), inputs, rank=dist.get_rank(group))
-    forward = ["tell", "collect", "plan", *["run"] * 4, "make_parts"]
-    forward += ["weighted_activation", "run"] * 3
-    backward = [*["run"] * 2, "make_parts", *["weighted_activation_backward", "run"] * 2, "run"]
-    assert seen == forward + backward
-
-
-def test_all_parts_come_back_to_one_memory(ranks: RankPool) -> None:
-    config = cases.make_config(num_ranks=2)
-    inputs = cases.make_inputs(config, cases.skewed, [30, 11], dtype=torch.float32)
-    ranks.run(count_rooms, config, inputs, num_ranks=2)
-
-
-def count_rooms(group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs) -> None:
-    rank = dist.get_rank(group)
-    backend = ScheduledBackend(config, group, degrees=(3, 2))
-    made, summed = [], []
-    with pytest.MonkeyPatch.context() as patches:
-        room, sum_routes = Exchange.room, PLAIN.sum_routes
-
-        def make(self: Exchange, calls: Any, like: torch.Tensor) -> Any:
-            made.append(room(self, calls, like))
-            return made[-1]
-
-        def add(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-            summed.append(rows)
-            return sum_routes(rows, place)
-
-        patches.setattr(Exchange, "room", make)
-        patches.setattr(PLAIN, "sum_routes", add)
-        run(backend, inputs, rank=rank)
-    num_routes = int(inputs.routing_map[rank].sum())
-    assert [len(rows) for rows in summed] == [num_routes] * 2
-    # Probabilities, three parts, these back; and in the backward two parts, these back, gradients.
-    assert len(made) == 1 + 3 + 1 + 2 + 1 + 1
-    assert all(any(rows is one.rows for one in made) for rows in summed)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

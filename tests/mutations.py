@@ -3,7 +3,7 @@
 As a program it applies them one after the other to a copy of the working tree, runs the test named
 for each and says whether it failed, as it must::
 
-    python -m tests.mutations                # all that this machine can show, some six minutes
+    python -m tests.mutations                # all that this machine can show, half an hour
     python -m tests.mutations heap           # those whose name contains a word
     python -m tests.mutations --list         # the list as a table
 

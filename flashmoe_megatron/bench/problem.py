@@ -82,6 +82,13 @@ class Problem:
         by_rank[:, dist.get_rank()] = False
         return sum(everyone().gather(int(by_rank.sum()))) / config.num_ranks
 
+    def used_experts(self) -> float:
+        """A rank's experts that any token chooses; the mean of ranks. Collective likewise."""
+        config = self.config
+        chosen = self.routing_map.any(0).tolist()
+        ranks = everyone() if config.num_ranks > 1 else Ranks(None)
+        return sum(map(any, zip(*ranks.gather(chosen), strict=True))) / config.num_ranks
+
     def imbalance(self) -> float:
         """Rows of the busiest rank relative to the mean. Collective as :meth:`remote_rows`."""
         config = self.config

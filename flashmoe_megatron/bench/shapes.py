@@ -29,8 +29,12 @@ class Shape:
     @property
     def flops(self) -> int:
         """Floating-point operations of one rank's forward, at a perfect balance."""
-        products = 3 if self.gated else 2
-        return 2 * products * self.tokens * self.topk * self.hidden * self.intermediate
+        return 2 * self.tokens * self.topk * self.expert_numbers
+
+    @property
+    def expert_numbers(self) -> int:
+        """The numbers of one expert's weights."""
+        return (3 if self.gated else 2) * self.hidden * self.intermediate
 
     def config(self, num_ranks: int) -> MoEConfig:
         """The layer on this many ranks."""

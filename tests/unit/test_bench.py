@@ -19,6 +19,7 @@ from tests.distributed import RankPool
 from tools.bench import bench_layer, compare_libraries, multipath
 from tools.bench.bench_layer import DTYPES, early_timing, routed_calls, router_weight_for
 from tools.bench.compare_libraries import Worker
+from tools.bench.floors import Rates, floors_of
 from tools.timeline import __main__ as timeline
 from tools.timeline import capture
 
@@ -83,6 +84,45 @@ def test_routers_keep_a_share_of_routes_on_their_rank_and_have_an_order():
     assert not torch.equal(first, other)
     in_order = Router(0.5).weights(config, 0, device)
     assert torch.equal(in_order, first.sort(descending=True).values)
+
+
+def test_floors_of_few_tokens_are_their_weights():
+    """A rank's 16 experts have 268 MB of weights, and 1,074 MB of sums of gradients pass twice."""
+    rates = Rates(tflops=746.7, link_gbps=377.5, memory_gbps=4300.0)
+    one = {"rates": rates, "remote_rows": 1200.0, "local_experts": 16.0}
+    few = floors_of(SHAPES["paper-1k"], **one, grads="main_grad")
+    assert few.forward == pytest.approx(268.4e6 / 4.3e9, rel=1e-3)
+    assert few.backward == pytest.approx((268.4e6 + 1073.7e6) / 4.3e9, rel=1e-3)
+    assert few.both == few.forward + few.backward
+    in_bf16 = floors_of(SHAPES["paper-1k"], **one, grads="bf16")
+    assert in_bf16.backward == pytest.approx(2 * 268.4e6 / 4.3e9, rel=1e-3)
+    half = floors_of(SHAPES["paper-1k"], **one | {"local_experts": 8.0}, grads="bf16")
+    assert half.forward == pytest.approx(34.36e9 / 746.7e9, rel=1e-3)  # its products take longer
+
+
+def test_floors_of_many_tokens_are_products_or_links():
+    one = {"remote_rows": 8192 * 1.2, "local_experts": 16.0, "grads": "main_grad"}
+    fast = Rates(tflops=746.7, link_gbps=377.5, memory_gbps=4300.0)
+    many = floors_of(SHAPES["paper-8k"], rates=fast, **one)
+    assert many.forward == pytest.approx(274.9e9 / 746.7e9, rel=1e-3)
+    assert many.backward == 2 * many.forward
+    slow = Rates(tflops=746.7, link_gbps=100.0, memory_gbps=4300.0)
+    links = floors_of(SHAPES["paper-8k"], rates=slow, **one)
+    assert links.forward == pytest.approx(2 * 8192 * 1.2 * 4096 / 100e6)
+    alone = Rates(tflops=746.7, link_gbps=None, memory_gbps=4300.0)
+    assert floors_of(SHAPES["paper-8k"], rates=alone, **one) == many
+
+
+def used_experts(group: dist.ProcessGroup) -> float:
+    problem = make(dist.get_world_size(group), gated=False)
+    problem.routing_map.zero_()
+    problem.routing_map[3:5, [1, 4 + dist.get_rank() // 2]] = True
+    return problem.used_experts()
+
+
+def test_experts_are_used_where_any_rank_chooses_them(ranks: RankPool):
+    """All four ranks choose expert 1, two of them expert 4, and two expert 5."""
+    assert ranks.run(used_experts, num_ranks=4) == [3 / 4] * 4
 
 
 @pytest.mark.parametrize("name", ODD_SHAPES)
@@ -179,6 +219,10 @@ def test_a_wrong_layer_or_baseline_has_no_figures(
         monkeypatch.setattr(layers, "unfused_layer", lambda *layer: right(*layer) * 1.01)
     rows = measured_on_processor(tmp_path / "out.jsonl", spoilt)
     assert [(row["implementation"], row["measurement"]) for row in rows] == ROWS[:num_rows]
+    for row in rows:
+        if row["measurement"] == "forward":
+            weights = 8 * 2 * 64 * 64 * 2
+            assert row["floor_ms"] > 0.9 * weights / row["memory_gbps"] / 1e6
 
 
 @pytest.mark.parametrize("is_zero", [False, True])

@@ -15,9 +15,10 @@ relative L2 over all ranks), and so has each way to route; a way that does not p
 Times are medians over iterations of the slowest rank, each from an idle GPU. They vary between
 machines and days; the ratios of one run are what counts.
 
-Floors: FLOPs at the rate of a large cuBLAS product of the same run, and the bytes that have to
-leave a GPU at least (each token once per other rank, there and back) at the rate of a peer copy of
-the same run; the larger of the two. Backward floors are twice the forward's.
+Floors: FLOPs at the rate of a large cuBLAS product, the bytes that have to leave a GPU at least
+(each token once per other rank, there and back) at the rate of a peer copy, or the bytes of weights
+and their gradients at the rate of a copy in memory, whichever takes longest; all three rates are of
+the same run. In a backward FLOPs and bytes that leave are twice the forward's.
 
 Weight gradients are ordinary bfloat16 tensors for both, or with ``--grads main_grad`` are added to
 float32 buffers by both (by the fused kernel itself; by an addition after the baseline's backward).
@@ -57,6 +58,7 @@ from flashmoe_megatron.telemetry.record import Direction
 from tools.arguments import add_gated, exponent, not_negative, parser_of, row_bound, share
 from tools.bench import common
 from tools.bench.common import Record, log
+from tools.bench.floors import Rates, floors_of
 from tools.bench.gate import pass_gate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -129,23 +131,16 @@ def kernel_timing(
     return timing_of(found)
 
 
-class Ceilings:
-    """The most that this machine can do, measured in the same run."""
-
-    def __init__(self, timer: Timer, num_ranks: int, symmetric_memory: str) -> None:
-        self.tflops = common.cublas_tflops(timer)
-        has_links = num_ranks > 1 and stopwatch.HAS_GPU
-        self.link_gbps = common.link_gbps(timer, symmetric_memory) if has_links else None
-        torch.cuda.empty_cache()
-
-    def floor_ms(self, shape: Shape, problem: Problem) -> float:
-        """The least time of a forward. Collective over the default group."""
-        compute_ms = shape.flops / self.tflops / 1e9
-        if self.link_gbps is None:
-            return compute_ms
-        row_bytes = shape.hidden * 2
-        link_ms = 2 * problem.remote_rows() * row_bytes / self.link_gbps / 1e6
-        return max(compute_ms, link_ms)
+def ceilings(timer: Timer, num_ranks: int, symmetric_memory: str) -> Rates:
+    """Measures the most that this machine can do. Collective over the default group."""
+    has_links = num_ranks > 1 and stopwatch.HAS_GPU
+    rates = Rates(
+        tflops=common.cublas_tflops(timer),
+        link_gbps=common.link_gbps(timer, symmetric_memory) if has_links else None,
+        memory_gbps=common.memory_gbps(timer),
+    )
+    torch.cuda.empty_cache()
+    return rates
 
 
 def measure(
@@ -156,7 +151,7 @@ def measure(
     spare_slots: int,
     options: argparse.Namespace,
     timer: Timer,
-    ceilings: Ceilings,
+    rates: Rates,
     record: Record,
     num_ranks: int,
 ) -> None:
@@ -176,7 +171,13 @@ def measure(
         spare_slots=spare_slots,
     )
     backend = fused.backend
-    floor_ms = ceilings.floor_ms(shape, problem)
+    floors = floors_of(
+        shape,
+        rates,
+        remote_rows=problem.remote_rows(),
+        local_experts=problem.used_experts(),
+        grads=options.grads,
+    )
     about = {
         "shape": name,
         **vars(shape),
@@ -210,8 +211,8 @@ def measure(
     gate(relative_errors(problem, fused.results()), "fused")
     fused_ms: dict[str, float] = {}
 
-    def take(what: str, timing: Timing, floors: int, implementation: str = "fused") -> None:
-        median, floor = timing.median_ms, floors * floor_ms
+    def take(what: str, timing: Timing, floor: float, implementation: str = "fused") -> None:
+        median = timing.median_ms
         record.write(
             measurement=what,
             implementation=implementation,
@@ -226,26 +227,26 @@ def measure(
             ratios += f", {median / fused_ms[what]:.2f} times fused"
         log(f"{name}: {implementation} {what} {median:.3f} ms, {ratios}")
 
-    passes = [("forward", without_grad(fused), 1)]
-    directions: list[tuple[Direction, int]] = [("forward", 1)]
+    passes = [("forward", without_grad(fused), floors.forward)]
+    directions: list[tuple[Direction, float]] = [("forward", floors.forward)]
     if not options.forward_only:
-        passes.append(("forward+backward", fused.forward_and_backward, 3))
-        directions.append(("backward", 2))
-    for (what, call, floors), (direction, kernel_floors) in zip(passes, directions, strict=True):
-        take(what, timer(call), floors)
+        passes.append(("forward+backward", fused.forward_and_backward, floors.both))
+        directions.append(("backward", floors.backward))
+    for (what, call, floor), (direction, kernel_floor) in zip(passes, directions, strict=True):
+        take(what, timer(call), floor)
         if options.graph and (use_main_grad or direction == "forward"):
-            take(f"{what} from a graph", timer(replayed(call)), floors)
+            take(f"{what} from a graph", timer(replayed(call)), floor)
         if options.kernel:
             timing = kernel_timing(direction, call, backend, options.iterations)
-            take(f"{direction} kernel", timing, kernel_floors)
+            take(f"{direction} kernel", timing, kernel_floor)
     if options.early:
-        take("fc2's gradients complete", early_timing(fused, options.iterations), 3)
+        take("fc2's gradients complete", early_timing(fused, options.iterations), floors.both)
     if options.router:
         weight = router_weight_for(problem)
         for way, routed in routed_calls(problem, backend, weight).items():
             call = without_grad(routed)
             gate(routed_errors(problem, weight, call()), "fused", way)
-            take(f"forward, {way}", timer(call), 1)
+            take(f"forward, {way}", timer(call), floors.forward)
     if options.no_baselines or dtype != "bf16" or spare_slots:
         return
     for tensor in (problem.x, problem.probs, *problem.parameters):
@@ -253,16 +254,16 @@ def measure(
         tensor.__dict__.pop("main_grad", None)
     unfused = UnfusedLayer(problem, use_main_grad=use_main_grad)
     gate(relative_errors(problem, unfused.results()), "unfused")
-    take("forward", timer(without_grad(unfused)), 1, "unfused")
+    take("forward", timer(without_grad(unfused)), floors.forward, "unfused")
     with torch.no_grad():
         there = dispatch(problem)
 
     def experts_alone() -> torch.Tensor:
         return experts(there.rows, there.ends, unfused.weights, gated=shape.gated)
 
-    take("forward", timer(without_grad(experts_alone)), 1, "experts only")
+    take("forward", timer(without_grad(experts_alone)), floors.forward, "experts only")
     if not options.forward_only:
-        take("forward+backward", timer(unfused.forward_and_backward), 3, "unfused")
+        take("forward+backward", timer(unfused.forward_and_backward), floors.both, "unfused")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -355,7 +356,7 @@ def main(arguments: list[str]) -> int:
     if num_ranks == 1 and options.locality != [None]:
         raise SystemExit("--locality is for several ranks; torchrun started one")
     timer = Timer(options.iterations, options.warmup)
-    ceilings = Ceilings(timer, num_ranks, options.symmetric)
+    rates = ceilings(timer, num_ranks, options.symmetric)
     machine = common.machine(options.commit)
     record = Record(
         options.out,
@@ -364,20 +365,22 @@ def main(arguments: list[str]) -> int:
         symmetric=options.symmetric,
         row_bound=options.row_bound,
         one_of=options.one_of,
-        cublas_tflops=round(ceilings.tflops, 1),
-        link_gbps=ceilings.link_gbps and round(ceilings.link_gbps, 1),
+        cublas_tflops=round(rates.tflops, 1),
+        link_gbps=rates.link_gbps and round(rates.link_gbps, 1),
+        memory_gbps=round(rates.memory_gbps, 1),
     )
     device = machine["gpus"][0] if machine["gpus"] else "processor"
-    link = f", peer copy {ceilings.link_gbps:.0f} GB/s" if ceilings.link_gbps else ""
+    link = f", peer copy {rates.link_gbps:.0f} GB/s" if rates.link_gbps else ""
     log(f"{num_ranks} x {device}, torch {machine['torch']}, {machine['commit']}")
-    log(f"bf16 product {ceilings.tflops:.3g} TFLOP/s{link}; medians:")
+    memory = f", copy {rates.memory_gbps:.0f} GB/s"
+    log(f"bf16 product {rates.tflops:.3g} TFLOP/s{memory}{link}; medians:")
     for name, whole in options.shapes.items():
         # One after the other: the record keeps what was measured before a shape that fails.
         (shape,) = shares_of({name: whole}, options.one_of, num_ranks).values()
         cases = product(options.dtypes, options.zipf, options.locality, options.spare_slots)
         for dtype, zipf, locality, slots in cases:
             router = Router(zipf, options.order, locality)
-            measure(name, shape, dtype, router, slots, options, timer, ceilings, record, num_ranks)
+            measure(name, shape, dtype, router, slots, options, timer, rates, record, num_ranks)
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
 PROCESSOR_SIZE = 256  # without a GPU, where the larger product takes minutes
 LINK_BYTES = 256 * 2**20
+MEMORY_BYTES = 2**30  # more than a GPU's caches hold
 
 
 def commit_of_checkout() -> str:
@@ -91,6 +92,15 @@ def link_gbps(timer: Timer, symmetric_memory: str) -> float:
     ours = torch.randint(256, (LINK_BYTES,), dtype=torch.uint8, device=device)
     timing = timer(lambda: theirs.copy_(ours))
     return LINK_BYTES / timing.median_ms / 1e6
+
+
+def memory_gbps(timer: Timer) -> float:
+    """GB/s that a copy within this GPU reads and writes, in sum: the ceiling of its memory."""
+    num_bytes = MEMORY_BYTES if stopwatch.HAS_GPU else 2**20
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=stopwatch.device_here())
+    target = torch.empty_like(source)
+    timing = timer(lambda: target.copy_(source))
+    return 2 * num_bytes / timing.median_ms / 1e6
 
 
 def add_record_flags(parser: argparse.ArgumentParser, *, a_line: str) -> None:

@@ -21,7 +21,7 @@ EXPLAINED = {
     "hosts",
     "planned/": "has the MiB that the kernel's plan has for a rank: its tokens, the symmetric heap "
     "of all layers, and what a forward keeps",
-    "floor_ms": "is the least time of a forward, of its products or its bytes over links",
+    "floor_ms": "is the least time of a forward, of products, weights or bytes over links",
     "imbalance": "has the rows of the busiest rank over the mean",
     "error": "is the largest relative L2 distance of our results from float32",
 }

@@ -15,6 +15,7 @@ from flashmoe_megatron.replicas.placement import placement_of
 from flashmoe_megatron.replicas.popular import popular
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases
+from tools.simulate import skew
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
@@ -22,13 +23,13 @@ from tests.replicas import cases
 def test_two_spare_slots_even_out_skewed_routers(num_experts: int, topk: int, num_ranks: int):
     """200 draws for each width of model and exponent."""
     for exponent in (0.25, 0.5, 0.75, 1.0):
-        router = cases.Zipf(num_experts, topk, exponent)
+        router = skew.Zipf(num_experts, topk, exponent)
         found = []
         for _ in range(50):
             counts = router.draw(num_ranks)
             placement = balance(counts, 2)
             placement.check(num_ranks, num_experts, 2)
-            found.append(cases.imbalance(counts, placement))
+            found.append(skew.imbalance(counts, placement))
         rows, blocks = zip(*found, strict=True)
         assert np.mean(rows) <= 1.02
         assert max(blocks) <= 1.08
@@ -49,9 +50,9 @@ def test_no_routing_gets_worse(data: st.DataObject):
     counts *= rng.random((num_ranks, num_experts)) < data.draw(st.sampled_from([0.1, 0.5, 1.0]))
     placement = balance(counts.tolist(), spare)
     placement.check(num_ranks, num_experts, spare)
-    ours = cases.rows_of_ranks(counts.tolist(), placement)
-    home = cases.rows_of_ranks(counts.tolist(), cases.home_placement(num_ranks, num_experts, spare))
-    for measure in (sum, cases.blocks_of):
+    ours = skew.rows_of_ranks(counts.tolist(), placement)
+    home = skew.rows_of_ranks(counts.tolist(), skew.home_placement(num_ranks, num_experts, spare))
+    for measure in (sum, skew.blocks_of):
         loads = [max(measure(rows.values()) for rows in ranks) for ranks in (ours, home)]
         assert loads[0] <= loads[1]
     assert sum(sum(rows.values()) for rows in ours) == counts.sum()
@@ -63,9 +64,9 @@ def test_no_routing_gets_worse(data: st.DataObject):
 def test_fewer_rows_are_not_bought_with_more_blocks():
     """Pieces of experts fill blocks in part, so that the busiest rank could get one more."""
     counts = [[191, 22, 101, 117, 21, 296, 124, 299], [197, 260, 52, 37, 62, 31, 152, 198]]
-    home = cases.home_placement(2, 8, 1)
+    home = skew.home_placement(2, 8, 1)
     found, at_home = (
-        [cases.blocks_of(rows.values()) for rows in cases.rows_of_ranks(counts, placement)]
+        [skew.blocks_of(rows.values()) for rows in skew.rows_of_ranks(counts, placement)]
         for placement in (balance(counts, 1), home)
     )
     assert max(found) <= max(at_home) == 11
@@ -93,32 +94,32 @@ def test_the_first_of_the_best_attempts_counts():
 
 
 def test_settled_hosts_are_kept_and_used():
-    counts = cases.Zipf(64, 2, 1.0).draw(4)
+    counts = skew.Zipf(64, 2, 1.0).draw(4)
     chosen = balance(counts, 2)
     settled = balance(counts, 2, chosen.hosts)
     assert settled.hosts == chosen.hosts
     settled.check(4, 64, 2)
     # Also where nobody needs them.
     assert balance([[10] * 4] * 2, 1, ((3,), (0,))).hosts == ((3,), (0,))
-    home = cases.imbalance(counts, cases.home_placement(4, 64, 2))
-    assert cases.imbalance(counts, settled)[0] <= 1 + (home[0] - 1) / 4
+    home = skew.imbalance(counts, skew.home_placement(4, 64, 2))
+    assert skew.imbalance(counts, settled)[0] <= 1 + (home[0] - 1) / 4
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
 def test_replicas_take_no_fewer_rows_than_asked_for(exponent: float):
     """What does not pay is not moved; what pays still is."""
     for seed in range(10):
-        counts = cases.Zipf(64, 2, exponent, seed=seed).draw(8)
+        counts = skew.Zipf(64, 2, exponent, seed=seed).draw(8)
         least = least_rows_of(340e9)
         placement = balance(counts, 2, None, least)
-        rows = cases.rows_of_ranks(counts, placement)
+        rows = skew.rows_of_ranks(counts, placement)
         for rank, hosted in enumerate(placement.hosts):
             first = rank * placement.slots_per_rank + 64 // 8
             assert all(rows[rank][first + i] >= least for i in range(len(hosted)))
         assert bool(any(placement.hosts)) == (exponent == 1.0)
         home, after = (
-            max(sum(one.values()) for one in cases.rows_of_ranks(counts, each))
-            for each in (cases.home_placement(8, 64, 2), placement)
+            max(sum(one.values()) for one in skew.rows_of_ranks(counts, each))
+            for each in (skew.home_placement(8, 64, 2), placement)
         )
         assert after <= home - least * (exponent == 1.0)
 
@@ -133,7 +134,7 @@ def test_workloads_of_megatrons_benchmark():
     """An empty rank gets no more than its spare slots hold, so W5 needs more of them than two."""
     for name, counts in cases.workloads(8, 128, 8):
         spare = 8 if name.startswith("W5") else 2
-        rows, blocks = cases.imbalance(counts, balance(counts, spare))
+        rows, blocks = skew.imbalance(counts, balance(counts, spare))
         assert rows <= (1.08 if name.startswith("W5") else 1.02), name
         assert blocks <= 1.08, name
 
@@ -142,8 +143,8 @@ def test_stale_replicas_do_no_harm():
     """Replicas that were chosen for another routing, as a hot spot that rotates leaves them."""
     steps = [counts for name, counts in cases.workloads(8, 128, 8) if name.startswith("W6")]
     before, now = steps[0], steps[1]
-    home = cases.imbalance(now, cases.home_placement(8, 128, 2))
-    stale = cases.imbalance(now, balance(now, 2, balance(before, 2).hosts))
+    home = skew.imbalance(now, skew.home_placement(8, 128, 2))
+    stale = skew.imbalance(now, balance(now, 2, balance(before, 2).hosts))
     assert stale[0] <= home[0]
     assert stale[1] <= home[1]
 
@@ -325,7 +326,7 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         timeout=300,
     )
     routings = [
-        (cases.Zipf(experts, topk, exponent, seed=seed).draw(ranks), spare)
+        (skew.Zipf(experts, topk, exponent, seed=seed).draw(ranks), spare)
         for seed, (experts, topk, ranks, spare, exponent) in enumerate(
             [(64, 2, 8, 2, 1.0), (64, 2, 4, 1, 1.2), (128, 8, 8, 2, 0.75), (16, 4, 2, 8, 1.5)]
         )
@@ -365,7 +366,7 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
                 for i, expert in enumerate(row)
             ]
             for rank, (row, rows) in enumerate(
-                zip(want.hosts, cases.rows_of_ranks(counts, want), strict=True)
+                zip(want.hosts, skew.rows_of_ranks(counts, want), strict=True)
             )
         ]
         assert got["hosts"] == [slot for row in used for slot in [*row, *[-1] * spare][:spare]]

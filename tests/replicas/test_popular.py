@@ -20,6 +20,7 @@ from flashmoe_megatron.separate.replicas import add_replica_grads
 from tests.replicas import cases
 from tests.unit import native
 from tests.unit.cases import make_config
+from tools.simulate import skew
 
 
 def zipf_counts(exponent: float, seed: int = 0) -> list[list[int]]:
@@ -35,7 +36,7 @@ def test_most_routes_become_local(exponent: float, spare_slots: int):
         counts = zipf_counts(exponent, seed)
         placement = popular(counts, spare_slots)
         placement.check(4, 64, spare_slots)
-        assert locality(counts, cases.home_placement(4, 64, spare_slots)) == pytest.approx(
+        assert locality(counts, skew.home_placement(4, 64, spare_slots)) == pytest.approx(
             0.25, abs=0.01
         )
         assert locality(counts, placement) >= 0.62
@@ -75,7 +76,7 @@ def test_cold_experts_go_where_links_are_fast():
 def test_placements_that_cannot_be_followed_are_refused():
     good = placement_of([[0, 0, 1, 1], [0, 1, 1, 1]], [(), (1,)], 1)
     good.check(2, 4, 1)
-    rows = cases.rows_of_ranks([[1, 2, 3, 4], [5, 6, 7, 8]], good)
+    rows = skew.rows_of_ranks([[1, 2, 3, 4], [5, 6, 7, 8]], good)
     assert rows == [{0: 6, 1: 2}, {5: 6, 3: 10, 4: 12}]
     assert (good.replicas_of(0), good.replicas_of(1)) == ([(1, 0, 1)], [])
     for bad, message in (
@@ -129,5 +130,5 @@ def test_buffers_hold_what_slots_receive_where_all_choose_the_same(shape: tuple[
     config = make_config(num_experts=num_experts, topk=topk, num_ranks=num_ranks, max_tokens=tokens)
     sizes = native.sizes_of(native.problem_of(config, spare_slots=spare, replica_policy="popular"))
     counts = [[0] * (num_experts - topk) + [tokens] * topk for _ in range(num_ranks)]
-    for rows in cases.rows_of_ranks(counts, popular(counts, spare)):
+    for rows in skew.rows_of_ranks(counts, popular(counts, spare)):
         assert sum(-(-count // 128) for count in rows.values()) <= sizes.max_row_blocks

@@ -5,20 +5,38 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench import peers_report
 from tools.tables.__main__ import main
 from tools.tables.makers import MAKERS
 from tools.tables.marks import BEGIN, END, ROOT, Maker, pages, with_tables
 from tools.tables.options import OPTIONS
+from tools.tables.records import path_of
 
 WITH_TABLES = [page for page in pages() if BEGIN in page.read_text()]
+OF_LIBRARY = f"{BEGIN}hosts_take -->"
 TABLE = f"text\n{BEGIN}count 2 -->\n| old |\n{END}\nmore\n"
 COUNT: dict[str, Maker] = {"count": lambda most: [f"| {one} |" for one in range(int(most))]}
 
 
-@pytest.mark.parametrize("page", WITH_TABLES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.library] if OF_LIBRARY in page.read_text() else [])
+        for page in WITH_TABLES
+    ],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_a_page_has_what_the_makers_make(page: Path) -> None:
     text = page.read_text()
     assert with_tables(text, MAKERS) == text, "run python -m tools.tables"
+
+
+@pytest.mark.parametrize(
+    "name", ["2026-11-25-league-h100-1x/others", "2026-11-26-league-h100-1x/sonicmoe"]
+)
+def test_pages_of_other_libraries_are_those_of_their_records(name: str) -> None:
+    page = peers_report.page(peers_report.load(path_of(f"{name}.jsonl")))
+    assert path_of(f"{name}.md").read_text() == page
 
 
 def test_every_maker_and_every_adapters_options_have_a_table() -> None:

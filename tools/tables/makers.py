@@ -1,13 +1,27 @@
 """Names what makes the tables of pages."""
 
 from tools.tables.cards import all_cards, cards
+from tools.tables.layers import layers
+from tools.tables.links import flexlink
 from tools.tables.marks import Maker
 from tools.tables.options import options
 from tools.tables.peers import peers
+from tools.tables.planned import hosts_cost, hosts_published, hosts_take, kept
+from tools.tables.replicas import evened
+from tools.tables.sections import degrees, gathers
 
 MAKERS: dict[str, Maker] = {
     "all_cards": all_cards,
     "cards": cards,
+    "degrees": degrees,
+    "evened": evened,
+    "flexlink": flexlink,
+    "gathers": gathers,
+    "hosts_cost": hosts_cost,
+    "hosts_published": hosts_published,
+    "hosts_take": hosts_take,
+    "kept": kept,
+    "layers": layers,
     "options": options,
     "peers": peers,
 }

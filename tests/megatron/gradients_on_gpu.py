@@ -26,7 +26,25 @@ TOLERANCE = 2e-2
 """Both sides compute in bfloat16 and round in other places."""
 
 
-def make_model(dispatcher: str, *, fuses: bool, overlap: bool, distributed: bool) -> Any:
+def experts_of(model: str) -> dict[str, Any]:
+    """Returns the fields of Megatron's configuration that give a model's experts."""
+    if model == "SwiGLU":
+        silu = torch.nn.functional.silu
+        return {"activation_func": silu, "add_bias_linear": False, "moe_router_dtype": "fp32"}
+    from megatron.core.activations import quick_gelu
+
+    # The router's bias is bfloat16, which its product in float32 would misread.
+    return {
+        "activation_func": quick_gelu,
+        "add_bias_linear": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 7.0,
+    }
+
+
+def make_model(
+    dispatcher: str, model: str, *, fuses: bool, overlap: bool, distributed: bool
+) -> Any:
     """One layer in Megatron's DDP."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -39,16 +57,14 @@ def make_model(dispatcher: str, *, fuses: bool, overlap: bool, distributed: bool
         num_moe_experts=EXPERTS,
         moe_router_topk=TOPK,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         bias_activation_fusion=True,
         moe_router_load_balancing_type="none",
-        moe_router_dtype="fp32",
         moe_grouped_gemm=True,
         bf16=True,
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=fuses,
         moe_token_dispatcher_type=dispatcher,
+        **experts_of(model),
     )
     layer = make_layer(config, use_te=True).cuda()
     ddp_config = DistributedDataParallelConfig(
@@ -85,11 +101,11 @@ def gradients(ddp: Any, *, overlap: bool) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def largest_error(*, fuses: bool, overlap: bool, distributed: bool) -> float:
+def largest_error(model: str, *, fuses: bool, overlap: bool, distributed: bool) -> float:
     """Compares a case's gradients with those of alltoall without overlap."""
     kinds = {"fuses": fuses, "distributed": distributed}
-    stock = gradients(make_model("alltoall", overlap=False, **kinds), overlap=False)
-    fused = make_model("flashmoe", overlap=overlap, **kinds)
+    stock = gradients(make_model("alltoall", model, overlap=False, **kinds), overlap=False)
+    fused = make_model("flashmoe", model, overlap=overlap, **kinds)
     found = gradients(fused, overlap=overlap)
     routed = fused.module.flashmoe_routed_experts
     if type(routed.backend).__name__ != "KernelBackend" or routed._hooks is None:
@@ -115,11 +131,13 @@ def main() -> int:
     install()
     configure(max_tokens=TOKENS)
     is_right = True
-    print("| fusion | overlap | distributed optimizer | largest error |\n| --- | --- | --- | --- |")
-    for fuses, overlap, distributed in itertools.product((False, True), repeat=3):
-        error = largest_error(fuses=fuses, overlap=overlap, distributed=distributed)
+    print("| experts | fusion | overlap | distributed optimizer | largest error |")
+    print("| --- | --- | --- | --- | --- |")
+    for model, *kinds in itertools.product(("SwiGLU", "GPT-OSS's"), *[(False, True)] * 3):
+        fuses, overlap, distributed = kinds
+        error = largest_error(model, fuses=fuses, overlap=overlap, distributed=distributed)
         is_right &= error < TOLERANCE
-        print(f"| {fuses} | {overlap} | {distributed} | {error:.1e} |", flush=True)
+        print(f"| {model} | {fuses} | {overlap} | {distributed} | {error:.1e} |", flush=True)
     dist.destroy_process_group()
     return int(not is_right)
 

@@ -202,6 +202,19 @@ def load_files_of_others(
     return said
 
 
+def load_what_other_pairs_have_saved(group: dist.ProcessGroup, folder: Path) -> None:
+    """Pairs of ranks 0 and 2, and of 1 and 3, have saved what ranks 0 and 1, and 2 and 3, share."""
+    mesh, rank = pairs(), dist.get_rank(group)
+    source = model_of(0, mesh["fsdp"])
+    files_of(source, folder, "strided")
+    for load in (load_file, load_assigned):
+        target = model_of(1, mesh["ep"])
+        if rank in (0, 3):  # the halves that they have in both meshes
+            load(group, target, folder / f"strided{rank}.pt")
+        ranks = dist.get_process_group_ranks(target.experts.fc2.device_mesh.get_group())
+        assert ranks == [rank - rank % 2, rank - rank % 2 + 1]
+
+
 @pytest.mark.parametrize("load", LOADS, ids=lambda load: load.__name__)
 def test_a_file_of_another_rank_is_refused(
     ranks: RankPool, tmp_path: Path, load: Callable[..., None]
@@ -215,6 +228,10 @@ def test_a_file_of_another_rank_is_refused(
         assert f"experts.fc1 has the part {theirs} of (8, 128, 64), wanted this rank's" in error
         assert f"{own}: another rank has saved it" in error
         assert all(words in error for words in WAYS_OUT)
+
+
+def test_experts_of_a_file_are_on_the_mesh_of_their_layer(ranks: RankPool, tmp_path: Path):
+    ranks.run(load_what_other_pairs_have_saved, tmp_path)
 
 
 def load_where_files_are_right(group: dist.ProcessGroup, folder: Path) -> None:

@@ -12,6 +12,8 @@ from tools.bench.cards.models import COUNTED, ITERATIONS, MICRO_BATCHES, Model
 from tools.bench.cards.records import Records, is_done
 
 TILE_M = 128
+NOT_RUN = "not run"
+"""The outcome of an arm without a record."""
 SHOWN = (1, 10, 20)
 """Iterations whose losses a card shows."""
 MACHINE = ("gpus", "power_limit", "max_sm_clock", "driver", "torch")
@@ -148,7 +150,7 @@ def card_of(model: Model, records: Records, gpus: int) -> dict[str, Any]:
         if record is not None:
             lines.append(line_of(model, arm, record, band_of(arm, records), gpus))
     missing = {
-        arm.name: records[arm.name]["ended"] if arm.name in records else "not run"
+        arm.name: records[arm.name]["ended"] if arm.name in records else NOT_RUN
         for arm in arms
         if arm.name not in done
     }

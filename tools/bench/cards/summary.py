@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tools import markdown
+from tools.bench.cards.card import NOT_RUN
 from tools.bench.cards.kept import Comparison, KeptCard, Side, comparisons, shown
 from tools.bench.cards.models import MODELS
 from tools.bench.cards.page import NONE, wrap
@@ -29,13 +30,23 @@ def summary(cards: list[KeptCard]) -> list[str]:
     machines = sorted({card.machine for card in chosen})
     lines = [*wrap(said_gain(rows, machines)), ""]
     names_machine = len(machines) > 1
-    lines += markdown.table(TITLES, (cells(row, names_machine) for row in rows))
+    ran = [row for row in rows if not is_open(row)]
+    lines += markdown.table(TITLES, (cells(row, names_machine) for row in ran))
+    open_rows = [" ".join(cells(row, names_machine)[:2]) for row in rows if is_open(row)]
+    if open_rows:
+        lines += ["", *wrap(f"Not run yet: {'; '.join(open_rows)}.")]
     absent = [
         model.title for model in MODELS if all(card.model.name != model.name for card in chosen)
     ]
     if absent:
         lines += ["", *wrap(f"No card yet: {', '.join(absent)}.")]
     return lines
+
+
+def is_open(row: Comparison) -> bool:
+    """Tells whether a row would show nothing: of FP8 that is whatever alltoall has not run."""
+    ours, theirs = (side.line is None and side.why == NOT_RUN for side in (row.ours, row.theirs))
+    return theirs and (ours or row.is_fp8)
 
 
 def page(cards: list[KeptCard], folder: Path) -> list[str]:

@@ -75,8 +75,8 @@ if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         pip install --quiet --no-build-isolation --editable ".[test,dev]"
     # The oldest release that the package claims to work with is installed as well, in a folder of
     # its own; that fetches 2 MB.
-    oldest=$("$python" -c 'from flashmoe_megatron.adapters.deepspeed.versions import OLDEST
-print(*OLDEST, sep=".")')
+    oldest=$("$python" -c 'from flashmoe_megatron.releases import DEEPSPEED
+print(*DEEPSPEED.oldest, sep=".")')
     rm -rf "build/deepspeed-$oldest"
     DS_BUILD_OPS=0 pip install --quiet --no-deps --no-build-isolation \
         --target "build/deepspeed-$oldest" "deepspeed==$oldest"

@@ -20,12 +20,18 @@ TIMEOUT_S = 10.0
 
 
 class FusedLayer:
-    """A backend's layer as a model calls it; of the kernel, with a parameter for each weight."""
+    """A backend's layer as a model calls it.
+
+    With ``main_grad`` the experts are Megatron's, with a parameter for each weight; else they are
+    those of :class:`~flashmoe_megatron.layer.FlashMoELayer`, with one for all weights of a kind. A
+    parameter for each would cost 256 gradients' time on the CPU where Qwen3 has 128 experts.
+    """
 
     def __init__(self, problem: Problem, backend: Backend, *, use_main_grad: bool) -> None:
         self.problem = problem
         self.weights = problem.weights
-        if isinstance(backend, ScheduledBackend):  # its products take all experts at once
+        # Products of separate kernels take all experts at once.
+        if isinstance(backend, ScheduledBackend) or not use_main_grad:
             fc1, fc2 = (
                 (torch.stack([one.detach() for one in each]).requires_grad_(),)
                 for each in (problem.weights.fc1, problem.weights.fc2)

@@ -38,6 +38,7 @@ def measured_errors(
     problem = make(num_ranks, gated=gated)
     backend = ReferenceBackend(problem.config, group)
     layer = FusedLayer(problem, backend, use_main_grad=use_main_grad)
+    assert len(layer.parameters) == (2 * problem.config.num_local_experts if use_main_grad else 2)
     results = layer.results()
     errors = [relative_errors(problem, results)]
     results.out[7] = 0

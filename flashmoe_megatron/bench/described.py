@@ -44,7 +44,7 @@ _ACTIVATION = (
     "dense_act_fn",
 )
 _WITHIN = ("text_config", "llm_config", "language_config", "thinker_config", "ffn_config")
-"""Where models of several parts, and DBRX, have these keys."""
+"""The parts of a configuration that have these keys in models of several parts, and in DBRX."""
 _NOT_GATED = ("relu2", "squared_relu")
 """The activations of experts that are published without a gate."""
 _MODELS_NOT_GATED = ("switch_transformers", "nllb-moe")

@@ -22,7 +22,7 @@ from flashmoe_megatron.ranks import StoreRanks
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
 SegmentPlace = tuple[int, int, int, str]
-"""Where another process finds a segment: the process, its descriptor, the size and the name."""
+"""The address of a segment for another process: process, descriptor, size and name."""
 
 
 class SharedMemory:

@@ -31,7 +31,7 @@ from flashmoe_megatron.multipath.queues import Queue, Queues
 from flashmoe_megatron.ranks import StoreRanks
 
 Slots = tuple[dict[int, int], dict[int, int], dict[int, int]]
-"""Where queues find the slots of rings: those from each peer, those to each peer, and each rank's
+"""The addresses of slots for queues: those from each peer, those to each peer, and each rank's
 for the data that it sends to all; the last is empty if the link has none."""
 
 _FAR = 2**30

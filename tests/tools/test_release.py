@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_megatron import __version__
 from tools.release import __main__ as release
 from tools.release import environments, wheel
-from tools.release.notes import notes_of, version
+from tools.release.notes import notes_of
 from tools.release.wheel import LIBRARY, ReleaseError, check, make_wheel
 
 CHANGELOG = """# Changelog
@@ -38,10 +37,6 @@ def test_notes_are_those_of_the_version(tmp_path: Path) -> None:
     changelog.write_text(CHANGELOG.format(waiting="\n- Not yet.\n"))
     with pytest.raises(ReleaseError, match="changes under Unreleased"):
         notes_of("0.2.0", changelog)
-
-
-def test_the_version_is_the_packages() -> None:
-    assert version() == __version__
 
 
 def packed(path: Path, *, names: tuple[str, ...] = (LIBRARY,), size: int = 10) -> Path:

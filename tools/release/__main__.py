@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from flashmoe_megatron._version import __version__
 from tools import release
 from tools.release.environments import PYTHONS, try_all
-from tools.release.notes import notes_of, version
+from tools.release.notes import notes_of
 from tools.release.wheel import ROOT, ReleaseError, make_sources, make_wheel, run
 
 
@@ -36,8 +37,8 @@ def check_tree(tag: str) -> None:
 
 def make(options: argparse.Namespace) -> None:
     """Takes the steps of a release."""
-    tag = f"v{version()}"
-    notes = notes_of(version())
+    tag = f"v{__version__}"
+    notes = notes_of(__version__)
     check_tree(tag)
     if not options.skip_tests:
         run(["bash", str(ROOT / "tests" / "run.sh")])
@@ -47,7 +48,7 @@ def make(options: argparse.Namespace) -> None:
         raise ReleaseError(f"{failed} of {len(options.pythons)} environments failed")
     (options.out / f"{tag}.md").write_text(notes + "\n")
     if tag not in git("tag", "--list", tag).split():
-        git("tag", "--annotate", tag, "--message", f"Release {version()}")
+        git("tag", "--annotate", tag, "--message", f"Release {__version__}")
     print(f"{tag} is tagged; its notes are in {options.out / tag}.md. To publish both files:")
     print("  git push origin", tag, "&& python -m twine upload", *made)
 

@@ -6,13 +6,6 @@ from pathlib import Path
 from tools.release.wheel import ROOT, ReleaseError
 
 
-def version() -> str:
-    """Returns the version that the package says."""
-    text = (ROOT / "flashmoe_megatron" / "_version.py").read_text()
-    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    return str(found)
-
-
 def notes_of(wanted: str, changelog: Path = ROOT / "CHANGELOG.md") -> str:
     """Returns the text of a version's entry.
 

@@ -17,9 +17,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from flashmoe_megatron.doctor.driver_release import driver
 from flashmoe_megatron.doctor.fact import Fact, as_json, as_screen
-from flashmoe_megatron.doctor.installed import environment, frameworks, installation, software
+from flashmoe_megatron.doctor.installed import (
+    driver,
+    environment,
+    frameworks,
+    installation,
+    software,
+)
 
 BROKEN = 2
 NO_KERNEL = 1

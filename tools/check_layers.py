@@ -31,7 +31,7 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["door", "errors", "_version", "streams", "touched"],
+    ["door", "driver_release", "errors", "_version", "streams", "touched"],
     ["config", "driver", "releases", "torch_groups"],
     ["ending", "planner", "replicas", "weights"],
     ["ranks"],
@@ -142,7 +142,7 @@ TRANSFORMERS = [
 ]
 DOCTOR = [
     ["fact"],
-    ["attention", "driver_release", "installed", "machine"],
+    ["attention", "installed", "machine"],
     ["trial"],
 ]
 PACKAGE = Path("flashmoe_megatron")

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlparse
 
 from flashmoe_megatron._version import __version__
 from flashmoe_megatron.doctor.fact import Fact
+from flashmoe_megatron.driver_release import find_driver
 from flashmoe_megatron.releases import FRAMEWORKS, TORCH, Project
 
 VARIABLES = {
@@ -29,6 +30,17 @@ VARIABLES = {
     "LD_LIBRARY_PATH": "libraries of CUDA and cuDNN there are found before those of packages",
 }
 """The environment variables that matter, and what each does."""
+
+
+def driver() -> Fact:
+    """Says which driver is here, and whether the kernel's library can run on it."""
+    found = find_driver()
+    if found is None:
+        return Fact("driver", None, "none")
+    cuda = ".".join(map(str, found.cuda))
+    value = {"release": found.release, "cuda": cuda}
+    text = f"{found.release or 'of an unknown release'}, CUDA {cuda}"
+    return Fact("driver", value, text, found.problem)
 
 
 def software() -> Fact:

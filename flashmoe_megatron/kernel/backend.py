@@ -163,7 +163,7 @@ class KernelBackend(Backend):
                 f"{torch.cuda.get_device_name(self.device)} has compute capability "
                 f"{capability[0]}.{capability[1]}: the kernel needs 9.0 (Hopper)"
             )
-        bindings.load()
+        bindings.load_on_gpu()
         ranks = Ranks(group)
         if memory is None and ranks.num_ranks != config.num_ranks:
             raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from flashmoe_megatron.call import unmatched_backward
 from flashmoe_megatron.config import MAX_RANKS, Activation, MoEConfig
+from flashmoe_megatron.driver_release import driver_problem
 from flashmoe_megatron.errors import (
     ConfigError,
     DeviceError,
@@ -385,6 +386,19 @@ def load(path: Path | None = None) -> ctypes.CDLL:
                 f"its mirror {ctypes.sizeof(struct)}"
             )
     return library
+
+
+def load_on_gpu() -> None:
+    """Loads the library of :func:`library_path`, whose kernels the driver has to know.
+
+    Raises:
+        DeviceError: The driver is too old, or as :func:`load` has it.
+    """
+    load()
+    if problem := driver_problem():
+        raise DeviceError(
+            f"{library_path()} cannot run here, since {problem}; or choose the backend 'scheduled'"
+        )
 
 
 @functools.cache

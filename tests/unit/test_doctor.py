@@ -15,7 +15,7 @@ import torch
 
 from flashmoe_megatron import __main__ as doctor
 from flashmoe_megatron.autoload import VARIABLE
-from flashmoe_megatron.doctor import attention, driver_release, installed, machine, trial
+from flashmoe_megatron.doctor import attention, installed, machine, trial
 from flashmoe_megatron.doctor.fact import WIDTH, Fact, as_json, as_screen
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
@@ -186,7 +186,7 @@ def test_a_driver_is_new_enough(
     cuda: int, release: bytes, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(cuda, release))
-    fact = driver_release.driver()
+    fact = installed.driver()
     assert fact.value["release"] == (release.decode() or None)
     assert fact.value["cuda"] == f"{cuda // 1000}.{cuda % 1000 // 10}"
     assert fact.problem.startswith(problem)

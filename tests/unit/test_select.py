@@ -5,6 +5,7 @@ import logging
 import re
 import socket
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -14,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashmoe_megatron import FlashMoELayer
+from flashmoe_megatron import FlashMoELayer, driver_release
 from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError
+from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.multipath import Multipath
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.select import _announce, _announce_once, resolve_kind, select_backend
@@ -226,6 +228,26 @@ def test_ranks_must_agree_on_when_they_give_up(ranks: RankPool):
     said = "the ranks disagree on timeout: 120.0 on rank 0, 60.0 on rank 1; wanted one value"
     options = [{}, {"timeout": 60.0}]
     assert ranks.run(select_with_options, options, num_ranks=2) == [said] * 2
+
+
+@pytest.mark.parametrize("kind", ["auto", "kernel"])
+def test_a_driver_that_is_too_old_is_named_with_the_library(
+    kind: str, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+):
+    gpu("NVIDIA H100", (9, 0))
+    old = driver_release.Driver("570.86.15", (12, 8))
+    monkeypatch.setattr(driver_release, "find_driver", lambda: old)
+    driver_release.driver_problem.cache_clear()
+    said = (
+        f"{bindings.library_path()} cannot run here, since the driver 570.86.15 runs CUDA up to "
+        "12.8: the kernel needs CUDA 13, wanted a driver 580 or newer; or choose the backend "
+        "'scheduled'"
+    )
+    try:
+        with pytest.raises(DeviceError, match=f"^{re.escape(said)}$"):
+            select_backend(cases.make_config(), None, "cuda:0", kind=kind)
+    finally:
+        driver_release.driver_problem.cache_clear()
 
 
 def select_on_hosts(

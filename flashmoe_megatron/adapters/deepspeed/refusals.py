@@ -30,7 +30,7 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
         if kind == "kernel":
             from flashmoe_megatron.kernel import bindings
 
-            bindings.load()
+            bindings.load_on_gpu()
     except FlashMoEError as error:
         return str(error)
     try:

@@ -1,9 +1,8 @@
 """The release of NVIDIA's driver, asked of its own libraries; no torch is needed."""
 
 import ctypes
+import functools
 from typing import NamedTuple
-
-from flashmoe_megatron.doctor.fact import Fact
 
 OLDEST = "580"
 """The first release of the driver for CUDA 13."""
@@ -22,23 +21,27 @@ class Driver(NamedTuple):
     release: str | None
     cuda: tuple[int, int]
 
-
-def driver() -> Fact:
-    """Says which driver is here, and whether the kernel's library can run on it."""
-    found = find_driver()
-    if found is None:
-        return Fact("driver", None, "none")
-    cuda = ".".join(map(str, found.cuda))
-    name = found.release or "of an unknown release"
-    problem = ""
-    # A compatibility package brings CUDA 13 to older drivers, so the release does not decide.
-    if found.cuda[0] < CUDA:
-        problem = (
-            f"the driver {name} runs CUDA up to {cuda}: the kernel needs CUDA {CUDA}, wanted a "
-            f"driver {OLDEST} or newer"
+    @property
+    def problem(self) -> str:
+        """Says that the kernel's library cannot run on it; empty if it can."""
+        # A compatibility package brings CUDA 13 to older drivers, so the release does not decide.
+        if self.cuda[0] >= CUDA:
+            return ""
+        return (
+            f"the driver {self.release or 'of an unknown release'} runs CUDA up to "
+            f"{'.'.join(map(str, self.cuda))}: the kernel needs CUDA {CUDA}, wanted a driver "
+            f"{OLDEST} or newer"
         )
-    value = {"release": found.release, "cuda": cuda}
-    return Fact("driver", value, f"{name}, CUDA {cuda}", problem)
+
+
+@functools.cache
+def driver_problem() -> str:
+    """Says why the kernel's library cannot run on the driver that is here; empty if it can.
+
+    A missing driver is no problem of its release: torch says that there is no GPU.
+    """
+    found = find_driver()
+    return found.problem if found else ""
 
 
 def find_driver() -> Driver | None:

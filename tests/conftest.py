@@ -13,6 +13,8 @@ from tests.distributed import RankPool, plain_servers
 from tests.forks import ForkServer
 
 HOPPER = (9, 0)
+SHARED_GPUS = "FLASHMOE_TEST_GPUS"
+"""Environment variable with numbers of GPUs, as "0,1": processes of xdist take one each, in turn."""
 ENDING = Path(__file__).parent / "ending"
 """Has what every process of the tests does at its end."""
 
@@ -67,8 +69,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def gpu_of_worker(worker: str, gpus: str) -> str:
+    """Returns the GPU of a process of xdist, "gw5" being the sixth of them."""
+    shared = gpus.split(",")
+    return shared[int(worker.removeprefix("gw")) % len(shared)]
+
+
 @pytest.hookimpl(trylast=True)  # after pytest has made its terminal
 def pytest_configure(config: pytest.Config) -> None:
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get(SHARED_GPUS)
+    if worker and gpus:  # before CUDA is begun, which reads it once
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of_worker(worker, gpus)
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     # The processes of xdist hand their reports to the first one, which prints them.
     if config.getoption("at_once", False) and not hasattr(config, "workerinput") and terminal:

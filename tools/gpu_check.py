@@ -1,10 +1,10 @@
 """Checks the kernel on this machine's GPUs, whatever their number, and records the result.
 
 One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ranks on one GPU), in
-several processes where pytest-xdist is installed, and after them alone the tests that judge times;
-the multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed compared with its
-own layers where it is installed, and NVIDIA's compute-sanitizer on a small case where it is
-installed. The library has to be built already (``tools/build.py``); the package is used from the
+several processes on each GPU where pytest-xdist is installed, and after them alone the tests that
+judge times; the multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed
+compared with its own layers where it is installed, and NVIDIA's compute-sanitizer on a small case
+where it is installed. The library has to be built (``tools/build.py``); the package is used from the
 checkout.
 
 ``--stress`` runs nothing of this but the layer, again and again, in random order, with random
@@ -66,6 +66,7 @@ class Tests:
         chosen: An expression of names that chooses further.
         processes: How many share them where pytest-xdist is installed; else one takes all of them,
             and has as many times the limit.
+        gpus: How many GPUs these processes share.
         why_not: Why they cannot run here.
     """
 
@@ -76,6 +77,7 @@ class Tests:
     marks: str = "gpu or multi_gpu"
     chosen: str = ""
     processes: int = 1
+    gpus: int = 1
     why_not: str = ""
 
 
@@ -222,6 +224,7 @@ def run_tests(tests: Tests) -> Check:
         if shared:
             command += ["-n", str(processes), "--dist", "worksteal"]
             # The oracle of each takes every core otherwise.
+            variables["FLASHMOE_TEST_GPUS"] = visible_gpus(tests.gpus)
             variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (processes + 1)))
         # The project's own options are left out: a GPU machine may lack their plugins.
         options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -234,6 +237,12 @@ def run_tests(tests: Tests) -> Check:
         check.status, check.reason = "failed", "no test ran"
     check.report["processes"] = processes
     return check
+
+
+def visible_gpus(count: int) -> str:
+    """Returns the first so many GPUs of those that CUDA is to see, as "0,1"."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ",".join(visible.split(",")[:count] if visible else map(str, range(count)))
 
 
 def _read_report(report: Path, check: Check) -> None:
@@ -363,7 +372,8 @@ def run_parts(only: list[str], num_hopper: int) -> list[Check]:
             "tests/gpu",
             SINGLE_LIMIT_S,
             marks="gpu and not alone",
-            processes=SINGLE_PROCESSES,
+            processes=SINGLE_PROCESSES * max(1, num_hopper),
+            gpus=max(1, num_hopper),
         ),
         Tests("single", "times on one GPU", "tests/gpu", ALONE_LIMIT_S, marks="gpu and alone"),
         Tests(

@@ -153,6 +153,17 @@ def test_runs_of_two_machines_are_told_apart() -> None:
     assert "abc and xyz" in " ".join(markdown(card))
 
 
+def test_a_card_says_which_arms_shared_their_host() -> None:
+    alone, shared = record(), record(at_once=4)
+    said = " ran while the host trained 3 other models, each on GPUs and cores of its own."
+    for records, who in (
+        ({OURS.name: alone, THEIRS.name: shared}, f"`{THEIRS.name}`"),
+        ({OURS.name: shared, THEIRS.name: shared}, "All arms"),
+    ):
+        assert f" {who}{said}" in " ".join(" ".join(markdown(card_of(QWEN3, records, 1))).split())
+    assert said not in " ".join(markdown(card_of(QWEN3, {OURS.name: alone}, 1)))
+
+
 def test_a_bound_is_a_record_with_its_need() -> None:
     output = "\n".join(
         [

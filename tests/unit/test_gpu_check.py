@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SHARED_GPUS, gpu_of_worker
 from tools import gpu_check
 from tools.gpu_check import PARTS, Check, main, run_parts, run_stress
 
@@ -33,6 +34,30 @@ def test_too_few_launches_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
         gpu_check, "_run_stress", lambda *_: Check("stress", "passed", report={"launches": 1})
     )
     assert run_stress(1, 60.0, 20_000)[-1].status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "shared"), [(1, None, "0"), (3, None, "0,1,2"), (2, "5,7", "5,7")]
+)
+def test_processes_share_all_gpus_in_turn(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, shared: str
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    def note(name: str, *_: object, variables: dict[str, str]) -> tuple[Check, str]:
+        seen.append(variables)
+        return Check(name, "passed", counts={"passed": 1}), ""
+
+    monkeypatch.setattr(gpu_check, "checked", note)
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (many, _) = run_parts(["single"], num_gpus)
+    assert many.report["processes"] == 3 * num_gpus
+    assert [each.get(SHARED_GPUS) for each in seen] == [shared, None]
+    took = [gpu_of_worker(f"gw{number}", shared) for number in range(3 * num_gpus)]
+    assert sorted(took) == sorted(3 * shared.split(","))
 
 
 @pytest.mark.parametrize("has_xdist", [True, False])

@@ -55,6 +55,12 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--arm-seconds", type=float, default=ARM_S, help="for one arm at most")
     run.add_argument("--arms", nargs="+", help="names; default: all that have no result")
     run.add_argument("--commit", help="what is measured, where the checkout has no git")
+    run.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="trainings that run on this host at the same time, each with its own GPUs and cores",
+    )
     run.add_argument("--list", action="store_true", help="print the commands, run none")
     options = parser.parse_args(arguments)
     if options.command == "picture":
@@ -124,6 +130,7 @@ def run_one(options: argparse.Namespace, started: Started, limit_s: float) -> di
         "megatron": named.read_text().strip() if named.is_file() else "unknown",
         "command": " ".join(["python", *said[1:]]),
         "variables": arm.variables,
+        "at_once": options.at_once,
         **common.machine(options.commit),
     }
     write_record(folder, arm, record)

@@ -162,6 +162,9 @@ def card_of(model: Model, records: Records, gpus: int) -> dict[str, Any]:
         **{key: distinct(done, key) for key in ("commit", "megatron", *MACHINE)},
         "date": sorted({record["date"][:10] for record in done.values()}),
         "unfused_gradients": names_with(UNFUSED_GRADIENTS, lines),
+        "shared": {
+            name: record["at_once"] for name, record in done.items() if record.get("at_once", 1) > 1
+        },
         "off": [said for flag, said in CHOICES.items() if not names_with(flag, lines)],
         "arms": lines,
         "missing": missing,

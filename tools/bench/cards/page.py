@@ -14,7 +14,8 @@ def markdown(card: dict[str, Any]) -> list[str]:
     said = {
         "Model": f"cut to {card['cuts']}; {card['tokens_per_gpu']:,} tokens a GPU and iteration.",
         "Machine": f"{gpus or NONE}, power limit {_all(card['power_limit'])}, driver "
-        f"{_all(card['driver'])}, torch {_all(card['torch'])}; {_all(card['date'])}.",
+        f"{_all(card['driver'])}, torch {_all(card['torch'])}; {_all(card['date'])}."
+        f"{shared_host(card)}",
         "Software": f"commit {_all(card['commit'])}, Megatron-LM {_all(card['megatron'])}, "
         f"attention by {', '.join(attention) or NONE}.",
         "Without": settings(card),
@@ -34,6 +35,19 @@ def markdown(card: dict[str, Any]) -> list[str]:
         said = "; ".join(f"{arm}: {why}" for arm, why in card["missing"].items())
         lines += [*wrap(f"Missing arms: {said}."), ""]
     return lines
+
+
+def shared_host(card: dict[str, Any]) -> str:
+    """Says which arms had a host that trained on its other GPUs, too; empty if none had."""
+    said = []
+    for at_once in sorted(set(card["shared"].values())):
+        arms = [f"`{arm}`" for arm, number in card["shared"].items() if number == at_once]
+        whose = "All arms" if len(arms) == len(card["arms"]) else ", ".join(arms)
+        said.append(
+            f" {whose} ran while the host trained {at_once - 1} other models, each on GPUs and "
+            "cores of its own."
+        )
+    return "".join(said)
 
 
 def machine_of(card: dict[str, Any]) -> str:

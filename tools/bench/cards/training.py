@@ -151,12 +151,13 @@ def clocks_of(samples: str, output: str) -> dict[str, list[float]]:
 
 @contextmanager
 def _samples(path: Path) -> Iterator[Path]:
-    """Has the first GPU's clock and power written five times a second, where that can be."""
+    """Has the first used GPU's clock and power written five times a second, where that can be."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     query = [f"--query-gpu={','.join(SAMPLES)}", "--format=csv,noheader,nounits"]
     with path.open("w") as file:
         try:
             process = subprocess.Popen(
-                ["nvidia-smi", "--id=0", *query, "-lms", "200"],
+                ["nvidia-smi", f"--id={first}", *query, "-lms", "200"],
                 stdout=file,
                 stderr=subprocess.DEVNULL,
                 env=dict(os.environ, LD_PRELOAD=""),

@@ -14,7 +14,7 @@ from tests.forks import ForkServer
 
 HOPPER = (9, 0)
 SHARED_GPUS = "FLASHMOE_TEST_GPUS"
-"""Environment variable with numbers of GPUs, as "0,1": processes of xdist take one each, in turn."""
+"""Environment variable with GPUs, as "0,1": processes of xdist take one each, in turn."""
 ENDING = Path(__file__).parent / "ending"
 """Has what every process of the tests does at its end."""
 

@@ -4,8 +4,8 @@ One command runs, each in bounded time: the single-GPU tests (up to 8 virtual ra
 several processes on each GPU where pytest-xdist is installed, and after them alone the tests that
 judge times; the multi-GPU tests where there are 2 or 4 GPUs, faults of ranks there, DeepSpeed
 compared with its own layers where it is installed, and NVIDIA's compute-sanitizer on a small case
-where it is installed. The library has to be built (``tools/build.py``); the package is used from the
-checkout.
+where it is installed. The library has to be built (``tools/build.py``); the package is used from
+the checkout.
 
 ``--stress`` runs nothing of this but the layer, again and again, in random order, with random
 lateness and in poisoned memory, on virtual ranks and on several GPUs, for ``--stress-seconds``

@@ -38,3 +38,13 @@ def test_the_program_of_the_deepspeed_page(tmp_path: Path) -> None:
     ran = run_python("program.py", ranks=2, folder=tmp_path, DS_ACCELERATOR="cpu")
     assert ran.stdout.count("flashmoe: backend reference, 1 of 1 MoE layers\n") == 1
     assert ran.stdout.count("{'moe': 'fused, backend reference'}") == 2
+
+
+@pytest.mark.parametrize("part", ["hosts", "multipath", "replicas", "separate"])
+def test_pages_begin_with_when_to_use_a_part_and_end_with_figures(part: str) -> None:
+    page = (PACKAGE / part / "README.md").read_text()
+    parts = re.split(r"^## (.*)\n", page, flags=re.MULTILINE)
+    titles, texts = parts[1::2], parts[2::2]
+    wanted = ["When to use it", "What it is", "How to use it", "What it gives", "Figures"]
+    assert titles == wanted
+    assert [line[:2] for line in texts[0].strip().splitlines()] == 5 * ["- "]

@@ -1,10 +1,13 @@
-"""Asks Transformer Engine by a small call, in a process of its own, for the attention it takes.
+"""Asks Transformer Engine by one call, in a process of its own, for the attention it takes.
 
 Two cuDNN libraries that mix make it unfused, and nothing says so. They may also crash or hang; this
-ends the other process alone.
+ends the other process alone. The call is one of a training, since Transformer Engine chooses for
+each shape: forward and backward of causal bf16 rows, 4,096 long, with groups of heads 128 wide.
 """
 
 import json
+import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -20,6 +23,10 @@ FUSED = frozenset({"flash", "cudnn"})
 PATIENCE_S = 120
 MARK = "attention: "
 """Begins the line of the answer, since libraries print lines of their own."""
+LENGTH, HEADS, GROUPS, WIDTH = 4096, 8, 2, 128
+"""Unfused attention of eight heads takes about a GiB for a moment; of a model's 32 it takes 4."""
+REASONS = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
+"""Has Transformer Engine tell its logger what speaks against fused attention."""
 
 
 def name_of_attention(answer: tuple[Any, ...]) -> str:
@@ -50,47 +57,79 @@ def attention(has_gpu: bool) -> Fact:
     title = f"Transformer Engine {version}"
     if not has_gpu:
         return Fact(name, {"version": version, "chosen": None}, f"{title}, which needs a GPU")
-    chosen, cudnn, reason = ask()
-    value = {"version": version, "chosen": chosen, "is_fused": is_fused(chosen), "cudnn": cudnn}
-    if reason:
-        return Fact(name, value, f"{title} fails", f"{title} could not be asked: {reason}")
-    text = f"{title} takes {', '.join(chosen) or 'none'}"
+    answer, words = ask()
+    if answer is None:
+        value = {"version": version, "chosen": [], "is_fused": False, "cudnn": []}
+        return Fact(name, value, f"{title} fails", f"{title} could not be asked: {words}")
+    chosen, cudnn, reasons = answer["chosen"], answer["cudnn"], answer["reasons"]
+    value = {"version": version, "is_fused": is_fused(chosen), **answer}
+    several = f"cuDNN is loaded from {' and '.join(cudnn)}" if len(cudnn) > 1 else ""
+    text = f"{title} takes {', '.join(chosen) or 'none'}" + f"; {several}" * bool(several)
     if is_fused(chosen):
         return Fact(name, value, text)
-    mixed = f"cuDNN is loaded from {' and '.join(cudnn)}, " if len(cudnn) > 1 else ""
     problem = (
-        f"attention of {title} is {', '.join(chosen) or 'unknown'}: {mixed}wanted one cuDNN, and "
-        "fused attention; NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows its reasons"
+        f"attention of {title} is {', '.join(chosen) or 'unknown'}: "
+        + f"{several}, " * bool(several)
+        + "wanted one cuDNN, and fused attention"
+        + f"; it says: {'; '.join(reasons)}" * bool(reasons)
     )
     return Fact(name, value, text, problem)
 
 
-def ask(program: str = __name__) -> tuple[list[str], list[str], str]:
-    """Returns the attention chosen, the folders of cuDNN, and the last words if neither came."""
+def ask(program: str = __name__) -> tuple[dict[str, list[str]] | None, str]:
+    """Has another process call Transformer Engine's attention.
+
+    Returns:
+        What it chose, what speaks against fused attention, and the folders that cuDNN is loaded
+        from; or nothing, and the process's last words.
+    """
     command = [sys.executable, "-m", program]
+    environment = {**os.environ, **REASONS}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
-        return [], [], f"no answer in {PATIENCE_S} s"
+        return None, f"no answer in {PATIENCE_S} s"
     for line in done.stdout.splitlines():
         if line.startswith(MARK):
-            answer = json.loads(line.removeprefix(MARK))
-            return answer["chosen"], answer["cudnn"], ""
+            return json.loads(line.removeprefix(MARK)), ""
     words = (done.stderr or done.stdout).strip().splitlines()
-    return [], [], words[-1] if words else f"it ended with status {done.returncode}"
+    return None, words[-1] if words else f"it ended with status {done.returncode}"
 
 
-def call_attention() -> list[str]:
-    """Calls Transformer Engine's attention once, forward and backward, and returns its choices."""
+class _Reasons(logging.Handler):
+    """Keeps what Transformer Engine's logger says against fused attention, each sentence once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        words = " ".join(record.getMessage().split())
+        if words.startswith("Disabling FusedAttention") and words not in self.said:
+            self.said.append(words)
+
+
+def call_attention(device: str = "cuda") -> dict[str, list[str]]:
+    """Calls Transformer Engine's attention once, forward and backward.
+
+    Returns:
+        What it chose, and what it said against fused attention.
+    """
     import importlib
 
     import torch
     from transformer_engine.pytorch import DotProductAttention
 
     utils: Any = importlib.import_module(MODULE)
-    original, chosen = utils.get_attention_backend, []
+    original, chosen, reasons = utils.get_attention_backend, [], _Reasons()
+    logging.getLogger("DotProductAttention").addHandler(reasons)
 
     def get_attention_backend(*args: Any, **kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
@@ -98,14 +137,17 @@ def call_attention() -> list[str]:
         return answer
 
     utils.get_attention_backend = get_attention_backend
-    rows = [
-        torch.randn(128, 2, 8, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        for _ in range(3)
-    ]
-    layer = DotProductAttention(8, 64, attn_mask_type="causal", qkv_format="sbhd")
-    layer(*rows).float().sum().backward()
-    torch.cuda.synchronize()
-    return sorted(set(chosen))
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    query, key, value = (
+        torch.randn(LENGTH, 1, heads, WIDTH, **options) for heads in (HEADS, GROUPS, GROUPS)
+    )
+    layer = DotProductAttention(
+        HEADS, WIDTH, num_gqa_groups=GROUPS, attn_mask_type="causal", qkv_format="sbhd"
+    )
+    loss = layer(query, key, value).float().square().mean()
+    loss.backward()
+    loss.item()  # waits for the device, whose errors come late
+    return {"chosen": sorted(set(chosen)), "reasons": reasons.said}
 
 
 def folders_of_cudnn(maps: str) -> list[str]:
@@ -119,6 +161,6 @@ def folders_of_cudnn(maps: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    answer = {"chosen": call_attention()}
+    answer = call_attention()
     answer["cudnn"] = folders_of_cudnn(Path("/proc/self/maps").read_text())
     sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")

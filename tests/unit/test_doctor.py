@@ -200,7 +200,9 @@ ANSWER = 'import sys; print("noise\\n{mark}" + {answer!r}); sys.exit(1)'
     ("chosen", "cudnn", "problem"),
     [
         (["cudnn"], ["/a"], ""),
+        (["cudnn"], ["/a", "/b"], ""),
         (["unfused"], ["/a", "/b"], "unfused: cuDNN is loaded from /a and /b, wanted one cuDNN"),
+        (["unfused"], ["/a"], "wanted one cuDNN, and fused attention; it says: no such plan"),
         ([], ["/a"], "unknown: wanted one cuDNN"),
     ],
 )
@@ -211,15 +213,17 @@ def test_attention_that_is_unfused_is_a_problem(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answer = json.dumps({"chosen": chosen, "cudnn": cudnn})
+    reasons = ["no such plan"] if chosen == ["unfused"] else []
+    answer = json.dumps({"chosen": chosen, "reasons": reasons, "cudnn": cudnn})
     (tmp_path / "asked.py").write_text(ANSWER.format(mark=attention.MARK, answer=answer))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(installed.metadata, "version", lambda name: "2.9.0")
     ask = attention.ask
     monkeypatch.setattr(attention, "ask", lambda: ask("asked"))
     fact = attention.attention(has_gpu=True)
-    assert fact.value["chosen"] == chosen
+    assert (fact.value["chosen"], fact.value["cudnn"]) == (chosen, cudnn)
     assert fact.value["is_fused"] == (not problem)
+    assert fact.text.endswith("cuDNN is loaded from /a and /b") == (len(cudnn) > 1)
     assert problem in fact.problem
     assert bool(fact.problem) == bool(problem)
 
@@ -229,8 +233,52 @@ def test_transformer_engine_that_crashes_is_a_problem(
 ) -> None:
     (tmp_path / "asked.py").write_text("import os; os.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    chosen, _, reason = attention.ask("asked")
-    assert (chosen, reason) == ([], "it ended with status -6")
+    assert attention.ask("asked") == (None, "it ended with status -6")
+
+
+TRANSFORMER_ENGINE = """
+import importlib
+import logging
+import os
+
+import torch
+
+def get_attention_backend(shapes):
+    # Transformer Engine's logger speaks at this level if both variables are set.
+    logging.getLogger("DotProductAttention").setLevel(
+        10 if (os.environ["NVTE_DEBUG"], os.environ["NVTE_DEBUG_LEVEL"]) == ("1", "2") else 30
+    )
+    logging.getLogger("DotProductAttention").debug("Disabling FusedAttention: got %s", shapes)
+    return False, None, False, None, True, []
+
+class DotProductAttention(torch.nn.Module):
+    def __init__(self, heads, width, *, num_gqa_groups, attn_mask_type, qkv_format):
+        super().__init__()
+        assert (attn_mask_type, qkv_format) == ("causal", "sbhd")
+        self.shapes = [[heads, width], [num_gqa_groups, width], [num_gqa_groups, width]]
+
+    def forward(self, *rows):
+        utils = importlib.import_module(f"{__name__}.attention.dot_product_attention.utils")
+        for _ in range(2):
+            utils.get_attention_backend([list(row.shape) for row in rows])
+        assert all(row.dtype == torch.bfloat16 for row in rows)
+        assert [list(row.shape[2:]) for row in rows] == self.shapes
+        return rows[0] * sum(row.mean() for row in rows[1:])
+"""
+
+
+def test_the_call_is_one_of_a_training(tmp_path: Path) -> None:
+    """It has long rows and groups of heads, goes forward and backward, and tells reasons."""
+    folder = tmp_path / "transformer_engine" / "pytorch"
+    module = folder / "attention" / "dot_product_attention" / "utils.py"
+    module.parent.mkdir(parents=True)
+    (folder / "__init__.py").write_text(TRANSFORMER_ENGINE)
+    module.write_text("from transformer_engine.pytorch import get_attention_backend\n")
+    program = f"from {attention.__name__} import call_attention; print(call_attention('cpu'))"
+    done = run("-c", program, PYTHONPATH=f"{tmp_path}:{ROOT}", **attention.REASONS)
+    rows = [4096, 1, 8, 128], [4096, 1, 2, 128], [4096, 1, 2, 128]
+    wanted = {"chosen": ["unfused"], "reasons": [f"Disabling FusedAttention: got {list(rows)}"]}
+    assert (done.stdout, done.stderr) == (f"{wanted}\n", "")
 
 
 def test_folders_of_cudnn() -> None:

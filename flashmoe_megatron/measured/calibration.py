@@ -43,7 +43,7 @@ class Entry:
             its plan in it, else the plan is a launch of its own, which is not in ``time_ms``.
         keep: What forwards kept for their backwards.
         grads: Where the weights' gradients went.
-        time_ms: Mean time of one launch, as the metric ``kernel_ms`` has it.
+        time_ms: Mean time of one launch or call, as the metric ``layer_ms`` has it.
     """
 
     hidden: int

@@ -53,12 +53,12 @@ def _of_directions(totals: Totals) -> Iterator[Named]:
             continue
         for layer, one in by_layer.items():
             mean_ms = one.duration_ns / one.launches / 1e6
-            yield "layer_kernel_ms", {**given, "layer": layer}, mean_ms
+            yield "each_layer_ms", {**given, "layer": layer}, mean_ms
         whole = LaunchTotals.sum(by_layer.values())
         for name, value in _of_launches(whole):
             yield name, given, value
         longest = max(totals.longest_ns[layer, direction] for layer in by_layer)
-        yield "kernel_ms_max", given, longest / 1e6
+        yield "layer_ms_max", given, longest / 1e6
         for phase, spent, of in zip(PHASES, whole.phase_ns, whole.phase_of_ns, strict=True):
             if of:
                 yield "phase_share", {**given, "phase": phase.value}, spent / of
@@ -66,14 +66,14 @@ def _of_directions(totals: Totals) -> Iterator[Named]:
 
 def _of_launches(whole: LaunchTotals) -> Iterator[tuple[str, float]]:
     count = whole.launches
-    yield "kernel_ms", whole.duration_ns / count / 1e6
+    yield "layer_ms", whole.duration_ns / count / 1e6
     if whole.counted_launches:
         yield "mib_sent", whole.sent_bytes / whole.counted_launches / MIB
         yield "padded_mib", whole.padded_bytes / whole.counted_launches / MIB
         yield "aligned_mib", whole.aligned_bytes / whole.counted_launches / MIB
     if whole.padded_bytes:
-        yield "payload_efficiency", whole.sent_bytes / whole.padded_bytes
-        yield "aligned_payload_efficiency", whole.sent_bytes / whole.aligned_bytes
+        yield "payload_share", whole.sent_bytes / whole.padded_bytes
+        yield "aligned_payload_share", whole.sent_bytes / whole.aligned_bytes
     if whole.overlap_ns:
         yield "exposed_wait_ms", whole.exposed_ns / whole.overlap_launches / 1e6
         yield "communication_ms", whole.overlap_ns / whole.overlap_launches / 1e6

@@ -1,9 +1,10 @@
 """Every metric by name: key, unit, which way is better, how it is defined and where that is from.
 
 "Launches" below are training's, of all ranks since the last report, as far as backends still have
-them: the kernel keeps its last 256, so that larger steps are sampled. What layers do in evaluation
-mode is in no metric (see :func:`~flashmoe_megatron.telemetry.record.launch_number`). Ranks may tell
-of different numbers of launches; rows and bytes are per launch of the rank that counted them.
+them: the kernel keeps its last 256, so that larger steps are sampled. On a backend without the
+kernel a call of a layer takes the place of a launch. What layers do in evaluation mode is in no
+metric (see :func:`~flashmoe_megatron.telemetry.record.launch_number`). Ranks may tell of different
+numbers of launches; rows and bytes are per launch of the rank that counted them.
 
 A phase is the mean over a launch's CTAs (see :class:`~flashmoe_megatron.telemetry.record.Phase`). A
 metric whose ingredients were not measured is absent, never 0; so are the phases of a launch of the
@@ -55,19 +56,20 @@ class Metric:
 
 _OURS = "this package"
 _PAPER = "FlashMoE, arXiv:2506.04667"
-_CLOCK = "the GPU's clock, read inside the launch"
+_CLOCK = "the GPU's clock, read inside the launch or at moments of a call; a processor's own"
 _COUNTED = "counted in the kernel"
 
 # fmt: off
 _ALL = (
-    Metric("kernel_ms", "{direction}/kernel_ms", "ms", "lower", "mean", _CLOCK,
-        "time of one launch, from its first CTA's begin to its last CTA's end; launches that "
-        "leave no record are not in it"),
-    Metric("kernel_ms_max", "{direction}/kernel_ms_max", "ms", "lower", "max", _CLOCK,
-        "the longest launch of any rank and layer"),
-    Metric("layer_kernel_ms", "{direction}/layer_{layer}/kernel_ms", "ms", "lower", "mean",
+    Metric("layer_ms", "{direction}/layer_ms", "ms", "lower", "mean", _CLOCK,
+        "time of one layer's experts and exchanges: on the kernel of one launch, from its first "
+        "CTA's begin to its last CTA's end, on other backends of one call; launches that leave no "
+        "record are not in it"),
+    Metric("layer_ms_max", "{direction}/layer_ms_max", "ms", "lower", "max", _CLOCK,
+        "the longest of any rank and layer"),
+    Metric("each_layer_ms", "{direction}/layer_{layer}/layer_ms", "ms", "lower", "mean",
         _CLOCK,
-        "kernel_ms of one layer", is_detail=True),
+        "layer_ms of one layer", is_detail=True),
     Metric("hidden_communication", "{direction}/hidden_communication", "1", "higher",
         "ratio of sums", "measured inside one run; FlashMoE and its kin call it overlap",
         "1 - exposed_wait_ms / communication_ms, at least 0: the share of the communication's "
@@ -80,13 +82,13 @@ _ALL = (
     Metric("communication_ms", "{direction}/communication_ms", "ms", "lower", "mean", _OURS,
         "time that a CTA's communication roles were busy: DISPATCH + DELIVER + REDUCE; of a "
         "backward with keep preactivations also while tokens were fetched again, which is not in "
-        "its kernel_ms"),
+        "its layer_ms"),
     Metric("phase_share", "{direction}/phase/{phase}", "1", "neither", "ratio of sums", _OURS,
         "a phase's time over the launch's; roles run beside each other, so shares do not add up "
         "to 1", is_detail=True),
     Metric("overlap_efficiency", "{direction}/overlap_efficiency", "1", "higher",
         "ratio of sums", f"{_PAPER}, section 4",
-        "Oe = T(2) / T(N): the layer's time on 2 GPUs, from the calibration file, over kernel_ms "
+        "Oe = T(2) / T(N): the layer's time on 2 GPUs, from the calibration file, over layer_ms "
         "here, at equal tokens per GPU. Both have to be of the same launches: with or without "
         "row_bound, with the same keep, gradients of weights added to main_grad or not, and as "
         "many reserved SMs, of which calibration leaves the default"),
@@ -104,7 +106,7 @@ _ALL = (
     Metric("tflops", "{direction}/tflops", "TFLOP/s per GPU", "higher", "ratio of sums",
         "2 * rows * hidden * (fc1 rows + intermediate), in backward twice",
         "FLOPs of the routed rows' two projections, in backward of the rows' and the weights' "
-        "gradients, pads left out, over kernel_ms"),
+        "gradients, pads left out, over layer_ms"),
     Metric("tokens_per_second", "tokens_per_second", "1/s", "higher", "sum", _OURS,
         "tokens that training put through each MoE layer on all ranks, recomputation left out, "
         "the mean over layers, over the host's time since the last report"),
@@ -121,10 +123,10 @@ _ALL = (
     Metric("aligned_mib", "{direction}/aligned_mib", "MiB per rank and launch", "neither",
         "mean", f"{_PAPER}, section 3.2.1",
         "the same with the capacity rounded up to tiles of 128 rows"),
-    Metric("payload_efficiency", "{direction}/payload_efficiency", "1", "lower",
+    Metric("payload_share", "{direction}/payload_share", "1", "lower",
         "ratio of sums", f"{_PAPER}, section 3.2",
         "mib_sent / padded_mib"),
-    Metric("aligned_payload_efficiency", "{direction}/aligned_payload_efficiency", "1", "lower",
+    Metric("aligned_payload_share", "{direction}/aligned_payload_share", "1", "lower",
         "ratio of sums", f"{_PAPER}, section 3.2.1",
         "mib_sent / aligned_mib"),
     Metric("mib_between", "mib/rank_{source}_to_{target}", "MiB per launch", "lower", "mean",
@@ -199,15 +201,26 @@ _ALL = (
 METRICS = {metric.name: metric for metric in _ALL}
 
 
+FORMER = {
+    "kernel_ms": "layer_ms",
+    "kernel_ms_max": "layer_ms_max",
+    "layer_kernel_ms": "each_layer_ms",
+    "payload_efficiency": "payload_share",
+    "aligned_payload_efficiency": "aligned_payload_share",
+}
+"""Names that metrics had in version 0.1, and the ones that they have."""
+
+
 def find_metric(name: str) -> Metric:
     """A metric by its name.
 
     Raises:
-        ConfigError: There is none; names a similar one.
+        ConfigError: There is none; names a similar one, or what it is called now.
     """
     if name not in METRICS:
+        now = f", which is called {FORMER[name]!r} now" if name in FORMER else ""
         raise ConfigError(
-            f"unknown metric {name!r}{nearest(name, METRICS)}: wanted some of "
+            f"unknown metric {name!r}{now or nearest(name, METRICS)}: wanted some of "
             f"{', '.join(METRICS)}, or default, all, none"
         )
     return METRICS[name]

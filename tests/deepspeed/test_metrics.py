@@ -80,11 +80,11 @@ def test_the_monitor_and_the_breakdown_receive_our_figures(
         # A step has two samples; the report of a step comes with the forward after the next one.
         assert [int(row[0]) for row in rows] == [6, 10, 14], path.stem
         values[path.stem] = [float(row[1]) for row in rows]
-    assert {"flashmoe_forward_kernel_ms", "flashmoe_tokens_per_second"} <= set(values)
+    assert {"flashmoe_forward_layer_ms", "flashmoe_tokens_per_second"} <= set(values)
     assert all(1 <= value <= 8 for value in values["flashmoe_expert_imbalance"])
     assert all(0.3 < value < 0.8 for value in values["flashmoe_dropped_routes"])
     # Dropped routes are not sent, nor are pads.
-    assert all(0 < value <= 1 for value in values["flashmoe_forward_payload_efficiency"])
+    assert all(0 < value <= 1 for value in values["flashmoe_forward_payload_share"])
     lines = reports(tmp_path / "job")
     assert [line["step"] for line in lines] == [2, 4, 6]
     assert [line["flashmoe/dropped_routes"] for line in lines] == pytest.approx(
@@ -138,7 +138,7 @@ def test_a_resumed_run_reports_its_own_steps(two_ranks: RankPool, tmp_path: Path
     lines = reports(tmp_path / "job")
     # The last report of each run would come with a forward of a later step.
     assert [line["step"] for line in lines] == [2, 6]
-    assert all(line["flashmoe/forward/kernel_ms"] > 0 for line in lines)
+    assert all(line["flashmoe/forward/layer_ms"] > 0 for line in lines)
 
 
 def run_to_an_evaluation(group: dist.ProcessGroup, given: Case) -> None:
@@ -342,7 +342,7 @@ def test_overlap_efficiency_comes_from_the_file(two_ranks: RankPool, tmp_path: P
     two_ranks.run(run, case(str(tmp_path), calibration=file))
     for line in reports(tmp_path / "job"):
         efficiency = line["flashmoe/forward/overlap_efficiency"]
-        assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
+        assert efficiency == pytest.approx(1 / line["flashmoe/forward/layer_ms"])
         assert "flashmoe/backward/overlap_efficiency" not in line
     wider = calibration(tmp_path / "wider.json", **{**shape, "hidden": 192})
     for told in two_ranks.run(refusal, run, case(str(tmp_path), calibration=wider)):
@@ -376,7 +376,7 @@ def test_all_stages_of_a_pipeline_are_reported(servers: list[ForkServer], tmp_pa
         assert lines
         for line in lines:
             layers = {
-                key.split("/")[2] for key in line if key.endswith("/kernel_ms") and "layer" in key
+                key.split("/")[2] for key in line if re.search("/layer_[0-9]+/layer_ms$", key)
             }
             assert layers == {f"layer_{number}" for number in range(num_layers)}
             for layer in layers:
@@ -411,7 +411,7 @@ def test_wandb_offline(two_ranks: RankPool, tmp_path: Path) -> None:
     environment = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
     two_ranks.run(with_wandb, given, environment)
     (found,) = offline_runs(tmp_path)
-    rows = [row for row in found.history if "flashmoe/forward/kernel_ms" in row]
+    rows = [row for row in found.history if "flashmoe/forward/layer_ms" in row]
     assert [row["_step"] for row in rows] == [6, 10, 14]
 
 
@@ -514,8 +514,8 @@ def test_routes_are_counted_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("metrics", "kernel_time", "flashmoe.metrics is 'kernel_time', unknown .*'kernel_ms'"),
-        ("metrics", ["kernel_ms"], r"flashmoe.metrics is \['kernel_ms'\], metrics are"),
+        ("metrics", "layer_time", "flashmoe.metrics is 'layer_time', unknown .*'layer_ms'"),
+        ("metrics", ["layer_ms"], r"flashmoe.metrics is \['layer_ms'\], metrics are"),
         ("calibration", True, "flashmoe.calibration is True, wanted the path of a file"),
     ],
 )

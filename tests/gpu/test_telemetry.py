@@ -111,7 +111,7 @@ def test_metrics_of_real_launches() -> None:
         for name in ("hidden_communication", "sm_utilization", "tensor_core_fed"):
             assert 0 <= values[f"flashmoe/{direction}/{name}"] <= 1
         assert values[f"flashmoe/{direction}/sm_utilization"] > 0.8
-        assert values[f"flashmoe/{direction}/kernel_ms"] > 0
+        assert values[f"flashmoe/{direction}/layer_ms"] > 0
         assert values[f"flashmoe/{direction}/mib_sent"] == 0
     selected = run.inputs.routing_map[0]
     shared = float(selected.any(1).sum() / selected.sum())
@@ -149,7 +149,7 @@ def test_reports_wait_for_no_device(world: dist.ProcessGroup) -> None:
         run.places,
         world,
         device(),
-        chosen=frozenset({"kernel_ms"}),
+        chosen=frozenset({"layer_ms"}),
         take_records=run.backend.take_records,
         sinks=[Sink()],
     )
@@ -171,8 +171,8 @@ def test_reports_wait_for_no_device(world: dist.ProcessGroup) -> None:
     reporter.step(4, is_last=True)
     assert [(step, now) for step, now, _ in written] == [(1, 2), (2, 4), (3, 4), (4, 4)]
     assert set(written[0][2]) == {
-        "flashmoe/forward/kernel_ms",
-        "flashmoe/backward/kernel_ms",
+        "flashmoe/forward/layer_ms",
+        "flashmoe/backward/layer_ms",
     }
 
 

@@ -46,16 +46,16 @@ TOKENS = SEQ_LENGTH * MICRO_BATCH
 
 def test_flags_reach_the_settings() -> None:
     parsed = extend_parser(megatron_parser()).parse_args(
-        ["--flashmoe-metrics", "kernel_ms,heap_mib", "--flashmoe-calibration", "t2.json"]
+        ["--flashmoe-metrics", "layer_ms,heap_mib", "--flashmoe-calibration", "t2.json"]
     )
-    assert parsed.flashmoe_metrics == "kernel_ms,heap_mib"
+    assert parsed.flashmoe_metrics == "layer_ms,heap_mib"
     assert parsed.flashmoe_calibration == "t2.json"
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"metrics": "kernel_time"}, "--flashmoe-metrics 'kernel_time': unknown .*'kernel_ms'"),
+        ({"metrics": "layer_time"}, "--flashmoe-metrics 'layer_time': unknown .*'layer_ms'"),
         ({"metrics": None}, "--flashmoe-metrics None: metrics are None"),
         ({"calibration": ""}, "--flashmoe-calibration '': wanted the path of a file"),
     ],
@@ -83,8 +83,8 @@ def test_layers_of_all_ranks_are_reported(
     assert [line["step"] for line in lines] == [2, 3, 4]
     for line in lines:
         for layer in (0, 1):
-            assert line[f"flashmoe/forward/layer_{layer}/kernel_ms"] > 0
-            assert line[f"flashmoe/backward/layer_{layer}/kernel_ms"] > 0
+            assert line[f"flashmoe/forward/layer_{layer}/layer_ms"] > 0
+            assert line[f"flashmoe/backward/layer_{layer}/layer_ms"] > 0
             rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
             # Per launch: both ranks of a group hold all tokens, of which each chose two experts.
             assert sum(rows) == pytest.approx(2 * TOKENS * 2)
@@ -99,14 +99,14 @@ def test_layers_of_all_ranks_are_reported(
 
 def test_a_choice_of_metrics(four_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    case = Case(Layout(expert=2), steps=2, metrics_to=str(path), settings={"metrics": "kernel_ms"})
+    case = Case(Layout(expert=2), steps=2, metrics_to=str(path), settings={"metrics": "layer_ms"})
     four_ranks.run(train, case, True)
     (line,) = reports(path)
     assert set(line) == {
         "step",
         "time",
-        "flashmoe/forward/kernel_ms",
-        "flashmoe/backward/kernel_ms",
+        "flashmoe/forward/layer_ms",
+        "flashmoe/backward/layer_ms",
     }
     path.unlink()
     case = dataclasses.replace(case, settings={"metrics": "none"})
@@ -128,7 +128,7 @@ def test_overlap_efficiency_comes_from_the_file(four_ranks: RankPool, tmp_path: 
     four_ranks.run(train, case, True)
     (line,) = reports(path)
     efficiency = line["flashmoe/forward/overlap_efficiency"]
-    assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
+    assert efficiency == pytest.approx(1 / line["flashmoe/forward/layer_ms"])
     assert "flashmoe/backward/overlap_efficiency" not in line
 
 
@@ -193,7 +193,7 @@ def test_the_rank_that_writes_needs_no_layer_for_the_efficiency(
     two_ranks.run(report_layers, [[OneLayer()], []], str(path), file)
     (line,) = reports(path)
     efficiency = line["flashmoe/forward/overlap_efficiency"]
-    assert efficiency == pytest.approx(1 / line["flashmoe/forward/kernel_ms"])
+    assert efficiency == pytest.approx(1 / line["flashmoe/forward/layer_ms"])
 
 
 def report_uneven(group: dist.ProcessGroup, path: str) -> None:
@@ -328,7 +328,7 @@ def test_of_a_teacher_and_its_student_the_student_is_reported(
     for layer in (0, 1):
         rows = [line[f"flashmoe/layer_{layer}/expert_rows/{expert}"] for expert in range(8)]
         assert sum(rows) == pytest.approx(TOKENS * 2)
-    assert "flashmoe/forward/layer_2/kernel_ms" not in line
+    assert "flashmoe/forward/layer_2/layer_ms" not in line
 
 
 def numbers_with_prediction(group: dist.ProcessGroup) -> list[int]:
@@ -395,7 +395,7 @@ def test_frozen_layers_are_reported_where_none_is_trained(
     path = tmp_path / "metrics.jsonl"
     two_ranks.run(report_layers, [TEACHER] * 2, str(path), None)
     (line,) = reports(path)
-    assert line["flashmoe/forward/layer_2/kernel_ms"] > 0
+    assert line["flashmoe/forward/layer_2/layer_ms"] > 0
 
 
 def test_models_that_differ_in_a_layer_are_not_reported(
@@ -506,7 +506,7 @@ def test_stock_script_with_wandb_alone(megatron_lm: Path, tmp_path: Path) -> Non
     ours = [row for row in run.history if "flashmoe/step" in row]
     # Each report is in the row of its own iteration.
     assert [(row["flashmoe/step"], row["_step"]) for row in ours] == [(2, 2), (3, 3)]
-    assert all(row["flashmoe/forward/kernel_ms"] > 0 for row in ours)
+    assert all(row["flashmoe/forward/layer_ms"] > 0 for row in ours)
     assert [line["step"] for line in reports(tmp_path / "flashmoe_metrics.jsonl")] == [2, 3]
 
 
@@ -517,7 +517,7 @@ def test_stock_script_with_tensorboard_alone(megatron_lm: Path, tmp_path: Path) 
     folder = tmp_path / "events"
     stock_script(megatron_lm, tmp_path, "--tensorboard-dir", str(folder))
     events = EventAccumulator(str(folder)).Reload()
-    assert [one.step for one in events.Scalars("flashmoe/forward/kernel_ms")] == [2, 3]
+    assert [one.step for one in events.Scalars("flashmoe/forward/layer_ms")] == [2, 3]
     assert events.Scalars("lm loss vs samples")
     assert [line["step"] for line in reports(folder / "flashmoe_metrics.jsonl")] == [2, 3]
 

@@ -97,8 +97,8 @@ REPORT = {
         f"flashmoe/layer_1/expert_rows/{expert}": rows for expert, rows in enumerate((8, 0, 12, 12))
     },
     "flashmoe/rank_imbalance": 1.1,
-    "flashmoe/forward/kernel_ms": 2.0,
-    "flashmoe/backward/kernel_ms": 5.0,
+    "flashmoe/forward/layer_ms": 2.0,
+    "flashmoe/backward/layer_ms": 5.0,
 }
 WITH_SLOTS = {**REPORT, "flashmoe/rank_imbalance_before": 1.5, "flashmoe/replicas": 0.5}
 

@@ -35,7 +35,7 @@ def arguments_of(multipath: str, num_gpus: int, iterations: int) -> list[str]:
     given += ["--global-batch-size", str(4 * num_gpus), "--train-iters", str(iterations)]
     given += ["--ddp-bucket-size", str(BUCKET_ELEMENTS), "--flashmoe-multipath", multipath]
     given += ["--flashmoe-timeout", "40"]  # an error is told before the training is ended
-    return [*given, "--flashmoe-metrics", "kernel_ms,link_mib,link_gbps,link_share"]
+    return [*given, "--flashmoe-metrics", "layer_ms,link_mib,link_gbps,link_share"]
 
 
 def links_of(outcome: Outcome) -> dict[str, float]:

@@ -58,7 +58,7 @@ LEAST_MOVED = {"skewed": 1.0, "moving": 0.5}
 """Share of iterations with replicas, by routing; what "moving" draws is even at times."""
 COMPARED = 10
 """First iterations, whose losses have to agree with and without slots."""
-METRICS = "kernel_ms,rank_imbalance,rank_imbalance_before,replicas,replica_mib,expert_rows"
+METRICS = "layer_ms,rank_imbalance,rank_imbalance_before,replicas,replica_mib,expert_rows"
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Loads:
             after=mean("rank_imbalance"),
             replicas=statistics.mean(moved),
             moved=statistics.mean(map(bool, moved)),
-            forward_ms=mean("forward/kernel_ms"),
-            backward_ms=mean("backward/kernel_ms"),
+            forward_ms=mean("forward/layer_ms"),
+            backward_ms=mean("backward/layer_ms"),
         )
 
     def __str__(self) -> str:

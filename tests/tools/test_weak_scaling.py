@@ -480,7 +480,13 @@ def test_what_the_bench_cannot_read_is_told_at_once(tmp_path: Path, arguments, c
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(
     "arguments",
-    [("--zipf", "0", "0.5"), ("--locality", "0.5"), ("--spare-slots", "2"), ("--grads", "bf16")],
+    [
+        ("--zipf", "0", "0.5"),
+        ("--locality", "0.5"),
+        ("--spare-slots", "2"),
+        ("--grads", "bf16"),
+        ("--backend", "scheduled"),
+    ],
 )
 def test_points_that_would_not_be_as_reported_are_refused(tmp_path: Path, arguments):
     with pytest.raises(UsageError, match=f"{arguments[0][2:].replace('-', '_')}=.*: every point"):

@@ -210,20 +210,29 @@ def measured_on_processor(out: Path, refused: str, *flags: str) -> list[dict[str
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-@pytest.mark.parametrize(("spoilt", "num_rows"), [("fused", 0), ("unfused", 3), ("", len(ROWS))])
+@pytest.mark.parametrize(
+    ("spoilt", "num_rows"), [("reference", 0), ("unfused", 3), ("", len(ROWS))]
+)
 def test_a_wrong_layer_or_baseline_has_no_figures(
     tmp_path: Path, monkeypatch, spoilt: str, num_rows: int
 ):
-    use_on_processor(monkeypatch, bench_layer, SpoiltLayer if spoilt == "fused" else FusedLayer)
+    use_on_processor(monkeypatch, bench_layer, SpoiltLayer if spoilt == "reference" else FusedLayer)
     if spoilt == "unfused":
         right = layers.unfused_layer
         monkeypatch.setattr(layers, "unfused_layer", lambda *layer: right(*layer) * 1.01)
     rows = measured_on_processor(tmp_path / "out.jsonl", spoilt)
     assert [(row["implementation"], row["measurement"]) for row in rows] == ROWS[:num_rows]
     for row in rows:
+        assert row["backend"] == "reference"
         if row["measurement"] == "forward":
             weights = 8 * 2 * 64 * 64 * 2
             assert row["floor_ms"] > 0.9 * weights / row["memory_gbps"] / 1e6
+
+
+def test_no_other_backend_has_times_of_the_kernel(monkeypatch):
+    monkeypatch.setattr(stopwatch, "HAS_GPU", True)
+    with pytest.raises(SystemExit, match="--kernel wants the backend kernel, got scheduled"):
+        bench_layer.main(["--allow-cpu", "--kernel", "--backend", "scheduled"])
 
 
 @pytest.mark.parametrize("is_zero", [False, True])
@@ -332,7 +341,7 @@ def test_a_wrong_router_has_no_figures(tmp_path: Path, monkeypatch, spoilt: bool
     monkeypatch.setattr(bench_layer, "moe_router_forward", routed)
     ways = ["router in the launch", "router of torch"]
     flags = ["--router", "--no-baselines", "--forward-only"]
-    refused = f"fused, {ways[0]}" if spoilt else ""
+    refused = f"reference, {ways[0]}" if spoilt else ""
     rows = measured_on_processor(tmp_path / "out.jsonl", refused, *flags)
     found = [row["measurement"] for row in rows]
     behind = [f"{what}, {way}" for way in ways for what in ("gate", "forward")]

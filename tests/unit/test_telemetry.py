@@ -20,7 +20,7 @@ from flashmoe_megatron.telemetry.record import (
     ReplicaRecord,
     launch_number,
 )
-from flashmoe_megatron.telemetry.registry import METRICS, PREFIX, choose_metrics, key_of
+from flashmoe_megatron.telemetry.registry import FORMER, METRICS, PREFIX, choose_metrics, key_of
 from flashmoe_megatron.telemetry.totals import LaunchTotals, Layout, Totals
 from tests.unit import records
 
@@ -56,9 +56,9 @@ def metrics_of(*launches: LaunchRecord, **place: object) -> dict[str, float]:
 # The metrics of records.RECORD: 1 ms on 128 CTAs of 132 SMs; 256 tokens of top-2 of 8 experts on 2
 # ranks; rows of 64 elements of 2 bytes, 190 of them to and 190 from the other rank.
 KNOWN = {
-    "forward/kernel_ms": 1.0,
-    "forward/kernel_ms_max": 1.0,
-    "forward/layer_3/kernel_ms": 1.0,
+    "forward/layer_ms": 1.0,
+    "forward/layer_ms_max": 1.0,
+    "forward/layer_3/layer_ms": 1.0,
     "forward/communication_ms": 0.4,
     # The loader waited 60 us for rows, less than the 140 us the processors were idle; 80 us tail.
     "forward/exposed_wait_ms": 0.14,
@@ -72,8 +72,8 @@ KNOWN = {
     # Capacity 256 * 2 / 8 = 64 rows for each of the 4 experts there, out and back.
     "forward/padded_mib": 2 * 4 * 64 * 128 / 2**20,
     "forward/aligned_mib": 2 * 4 * 128 * 128 / 2**20,
-    "forward/payload_efficiency": 380 / 512,
-    "forward/aligned_payload_efficiency": 380 / 1024,
+    "forward/payload_share": 380 / 512,
+    "forward/aligned_payload_share": 380 / 1024,
     "mib/rank_1_to_0": 380 * 128 / 2**20,
     "deduplication": 420 / 500,
     "row_fill": 500 / 768,
@@ -95,8 +95,8 @@ def test_known_answer(key: str) -> None:
 def test_two_launches_are_averaged_and_the_longest_kept() -> None:
     slow = records.record(end_ns=3_005_000, layer=3)
     values = metrics_of(records.RECORD, slow)
-    assert values["flashmoe/forward/kernel_ms"] == pytest.approx(2.0)
-    assert values["flashmoe/forward/kernel_ms_max"] == pytest.approx(3.0)
+    assert values["flashmoe/forward/layer_ms"] == pytest.approx(2.0)
+    assert values["flashmoe/forward/layer_ms_max"] == pytest.approx(3.0)
     # A ratio of sums, not the mean of ratios.
     assert values["flashmoe/forward/phase/gemm"] == pytest.approx(1.4 / 4)
     assert values["flashmoe/forward/exposed_wait_ms"] == pytest.approx(0.14)
@@ -172,8 +172,8 @@ def test_a_rank_that_told_of_no_launch_is_compared_with_none() -> None:
 
 def test_directions_are_apart() -> None:
     values = metrics_of(records.RECORD, records.record(direction="backward", end_ns=2_005_000))
-    assert values["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
-    assert values["flashmoe/backward/kernel_ms"] == pytest.approx(2.0)
+    assert values["flashmoe/forward/layer_ms"] == pytest.approx(1.0)
+    assert values["flashmoe/backward/layer_ms"] == pytest.approx(2.0)
     # The gradients of rows and of weights, in twice the time.
     assert values["flashmoe/backward/tflops"] == pytest.approx(values["flashmoe/forward/tflops"])
 
@@ -186,7 +186,7 @@ def test_what_was_not_measured_is_absent() -> None:
         assert f"flashmoe/{name}" not in bare
     assert "flashmoe/forward/overlap_efficiency" not in bare
     assert not any("backward" in key for key in bare)
-    assert bare["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
+    assert bare["flashmoe/forward/layer_ms"] == pytest.approx(1.0)
 
 
 def test_nothing_is_known_of_no_launches() -> None:
@@ -236,7 +236,7 @@ def test_one_rank_sends_nothing() -> None:
     )
     values = compute_metrics(alone, ALL)
     assert values["flashmoe/forward/mib_sent"] == 0
-    assert "flashmoe/forward/payload_efficiency" not in values
+    assert "flashmoe/forward/payload_share" not in values
     assert not any("/mib/" in key for key in values)
 
 
@@ -258,11 +258,11 @@ def test_tokens_per_second_is_a_mean_over_layers() -> None:
 def test_launches_whose_traffic_is_unknown_are_left_out_of_it() -> None:
     unknown = records.record(rows_pulled=(), results_pushed=(), phase_ns={}, num_tokens=10_000)
     values = metrics_of(records.RECORD, unknown)
-    for key in ("mib_sent", "padded_mib", "payload_efficiency", "exposed_wait_ms", "phase/gemm"):
+    for key in ("mib_sent", "padded_mib", "payload_share", "exposed_wait_ms", "phase/gemm"):
         assert values[f"flashmoe/forward/{key}"] == pytest.approx(KNOWN[f"forward/{key}"])
     assert values["flashmoe/mib/rank_1_to_0"] == pytest.approx(KNOWN["mib/rank_1_to_0"])
     assert values["flashmoe/deduplication"] == pytest.approx(KNOWN["deduplication"])
-    assert values["flashmoe/forward/kernel_ms"] == pytest.approx(1.0)
+    assert values["flashmoe/forward/layer_ms"] == pytest.approx(1.0)
 
 
 def test_tokens_that_a_backward_fetches_again_are_not_shared_less() -> None:
@@ -343,15 +343,15 @@ def test_registry_is_complete() -> None:
 
 def test_choices() -> None:
     default = choose_metrics("default")
-    assert "kernel_ms" in default
+    assert "layer_ms" in default
     assert "mib_between" not in default
     assert choose_metrics("all") == ALL
     assert choose_metrics("none") == frozenset()
     assert choose_metrics("default, mib_between") == default | {"mib_between"}
-    assert choose_metrics("kernel_ms") == {"kernel_ms"}
+    assert choose_metrics("layer_ms") == {"layer_ms"}
 
 
-@pytest.mark.parametrize("choice", ["kernel_time", "", "default,none", "Kernel_ms", "kernel_ms,"])
+@pytest.mark.parametrize("choice", ["layer_time", "", "default,none", "Layer_ms", "layer_ms,"])
 def test_unknown_metrics_are_refused(choice: str) -> None:
     with pytest.raises(ConfigError, match="unknown metric"):
         choose_metrics(choice)
@@ -364,6 +364,10 @@ def test_the_nearest_metric_is_named() -> None:
         compute_metrics(totals_of(), ["heap_mb"])
     with pytest.raises(ConfigError, match="unknown metric 'gpu': wanted some of "):
         choose_metrics("gpu")
+    for former, name in FORMER.items():
+        with pytest.raises(ConfigError, match=f"'{former}', which is called '{name}' now: wanted"):
+            choose_metrics(former)
+        assert choose_metrics(name) == {name}
     assert key_of("mib_between", source=0, target=3) == "flashmoe/mib/rank_0_to_3"
 
 

@@ -109,7 +109,7 @@ def test_nothing_is_hidden_in_the_reference() -> None:
     ((_, values),) = written.reports
     for direction in ("forward", "backward"):
         assert values[f"flashmoe/{direction}/hidden_communication"] == 0
-        assert values[f"flashmoe/{direction}/kernel_ms"] > 0
+        assert values[f"flashmoe/{direction}/layer_ms"] > 0
     assert values["flashmoe/deduplication"] == 1
 
 
@@ -258,7 +258,7 @@ def test_ranks_are_added_up_and_one_writes(ranks: RankPool) -> None:
         # Half of the launches on rank 0, half on rank 1; layer 2's own rows cross no link.
         sent = values["flashmoe/mib/rank_0_to_1"] + values["flashmoe/mib/rank_1_to_0"]
         assert 0 < sent < 2 * 2 * sum(TOKENS) * 64 * 4 / 2**20
-        assert "flashmoe/forward/layer_2/kernel_ms" in values
+        assert "flashmoe/forward/layer_2/layer_ms" in values
 
 
 def fails_on_every_rank(group: dist.ProcessGroup) -> str:
@@ -349,7 +349,7 @@ def test_efficiency_that_cannot_be_told_is_absent(caplog: pytest.LogCaptureFixtu
     assert "no overlap efficiency" in caplog.text
 
 
-VALUES = {"flashmoe/forward/kernel_ms": 1.5, "flashmoe/heap_mib": 3.0}
+VALUES = {"flashmoe/forward/layer_ms": 1.5, "flashmoe/heap_mib": 3.0}
 
 
 def test_json_lines_keep_what_was_written_and_go_on(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_tensorboard_event_file(tmp_path: Path) -> None:
     writer.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == set(VALUES)
-    read = [(one.step, one.value) for one in events.Scalars("flashmoe/forward/kernel_ms")]
+    read = [(one.step, one.value) for one in events.Scalars("flashmoe/forward/layer_ms")]
     assert read == [(1, 1.5), (2, 1.5)]
 
 

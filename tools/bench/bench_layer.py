@@ -165,12 +165,13 @@ def measure(
     fused = kernel_layer(
         problem,
         use_main_grad=use_main_grad,
-        kind=options.backend if stopwatch.HAS_GPU else "reference",
+        kind=options.backend,
         symmetric_memory=options.symmetric,
         row_bound=options.row_bound,
         spare_slots=spare_slots,
     )
     backend = fused.backend
+    label = {} if options.backend == "kernel" else {"fused": options.backend}
     floors = floors_of(
         shape,
         rates,
@@ -200,7 +201,7 @@ def measure(
 
     def gate(errors: dict[str, float], implementation: str, way: str = "") -> None:
         behind = f", {way}" if way else ""
-        pass_gate(f"{name}, {implementation}{behind}", errors)
+        pass_gate(f"{name}, {label.get(implementation, implementation)}{behind}", errors)
         record.write(
             measurement=f"gate{behind}",
             implementation=implementation,
@@ -224,8 +225,8 @@ def measure(
         if implementation == "fused":
             fused_ms[what] = median
         else:
-            ratios += f", {median / fused_ms[what]:.2f} times fused"
-        log(f"{name}: {implementation} {what} {median:.3f} ms, {ratios}")
+            ratios += f", {median / fused_ms[what]:.2f} times {label.get('fused', 'fused')}"
+        log(f"{name}: {label.get(implementation, implementation)} {what} {median:.3f} ms, {ratios}")
 
     passes = [("forward", without_grad(fused), floors.forward)]
     directions: list[tuple[Direction, float]] = [("forward", floors.forward)]
@@ -286,7 +287,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--backend",
         choices=("kernel", "scheduled", "reference"),
         default="kernel",
-        help="what is measured as fused, on a GPU",
+        help="what is measured as our layer, on a GPU; records call it fused and name the backend",
     )
     parser.add_argument("--grads", choices=("bf16", "main_grad"), default="bf16")
     parser.add_argument(
@@ -348,8 +349,12 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     if not options.allow_cpu and not common.has_gpu():
         return 2
-    if not stopwatch.HAS_GPU and (options.kernel or options.graph):
-        raise SystemExit("--kernel and --graph want a GPU, got none")
+    if not stopwatch.HAS_GPU:
+        if options.kernel or options.graph:
+            raise SystemExit("--kernel and --graph want a GPU, got none")
+        options.backend = "reference"
+    if options.kernel and options.backend != "kernel":
+        raise SystemExit(f"--kernel wants the backend kernel, got {options.backend}")
     num_ranks = common.join_group()
     if num_ranks > 1 and options.one_of > 1:
         raise SystemExit("--one-of is for one GPU; torchrun started several ranks")
@@ -362,6 +367,7 @@ def main(arguments: list[str]) -> int:
         options.out,
         **machine,
         command=common.called("tools.bench.bench_layer", arguments),
+        backend=options.backend,
         symmetric=options.symmetric,
         row_bound=options.row_bound,
         one_of=options.one_of,

@@ -37,7 +37,13 @@ SIZES = {
 }
 """The paper's sizes, those without a GPU, and what they are."""
 GRADS = ["--grads", "main_grad"]
-REPORTED = {"zipf": [0.0], "locality": [None], "spare_slots": [0], "grads": "main_grad"}
+REPORTED = {
+    "zipf": [0.0],
+    "locality": [None],
+    "spare_slots": [0],
+    "grads": "main_grad",
+    "backend": "kernel",
+}
 """The options of ``bench_layer`` that the report assumes of every point."""
 GPU_ARGUMENTS = ["--kernel", "--row-bound", "1.2"]
 CPU_ARGUMENTS = ["--allow-cpu", "--iterations", "5", "--warmup", "1"]

@@ -2,8 +2,9 @@
 
 The package's entry point in the group ``torch.backends``, which torch calls at the end of its own
 import. With ``FLASHMOE_AUTOLOAD=1`` an unmodified ``torchrun pretrain_gpt.py`` knows
-``--moe-token-dispatcher-type flashmoe``; otherwise nothing happens. Torch would wrap an error that
-is raised here, and fail in processes that have no MoE layers; so a wrong value is one line, and the
+``--moe-token-dispatcher-type flashmoe``, and with ``FLASHMOE_REPLACES=alltoall`` the layers of
+that dispatcher are ours as well; otherwise nothing happens. Torch would wrap an error that is
+raised here, and fail in processes that have no MoE layers; so a wrong value is one line, and the
 error of Megatron's first MoE layer.
 """
 
@@ -19,15 +20,27 @@ OFF = ("", "0", "no", "false", "off")
 
 def autoload() -> None:
     """Installs flashmoe if the environment asks for it."""
-    value = os.environ.get(VARIABLE, "")
-    if value.lower() in OFF:
+    value, replaces = (os.environ.get(name, "") for name in (VARIABLE, "FLASHMOE_REPLACES"))
+    is_asked = bool(replaces.strip())
+    if value.lower() in OFF and not is_asked:
         return
-    if value.lower() in ON:
+    if value.lower() not in ON + OFF:
+        sentence = f"{VARIABLE}={value!r}: wanted {', '.join(ON)} to install flashmoe, or 0"
+    elif is_asked and value and value.lower() in OFF:
+        sentence = (
+            f"FLASHMOE_REPLACES={replaces} installs flashmoe and {VARIABLE}={value} does not: "
+            "unset one of them"
+        )
+    else:
         from flashmoe_megatron.adapters.megatron import attach
+        from flashmoe_megatron.errors import ConfigError
 
-        attach()
-        return
-    sentence = f"{VARIABLE}={value!r}: wanted {', '.join(ON)} to install flashmoe, or 0"
+        try:
+            attach()
+        except ConfigError as error:
+            sentence = str(error)
+        else:
+            return
     # torchrun imports torch itself before its ranks do, and has then said it.
     if "TORCHELASTIC_RUN_ID" not in os.environ and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"flashmoe: {sentence}\n")

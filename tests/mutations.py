@@ -801,6 +801,27 @@ MUTATIONS = (
         "tests/megatron/test_peers.py::test_ranks_that_are_made_up_are_not_waited_for",
     ),
     Mutation(
+        "a replaced layer's inputs are freed under Megatron's schedule",
+        "should_free_input",
+        "if is_ours(config):",
+        "if False and is_ours(config):",
+        "tests/megatron/test_replaces.py::test_inputs_outlive_a_layer_of_ours_under_another_name",
+    ),
+    Mutation(
+        "a configuration that opts out is replaced all the same",
+        "why_kept",
+        "getattr(config, _KEEPS, False)",
+        "getattr(config, _SERVED, False)",
+        "tests/megatron/test_replaces.py::test_a_configuration_opts_out_before_it_is_used",
+    ),
+    Mutation(
+        "ranks compare the name in the configuration",
+        "effective_name",
+        "DISPATCHER_TYPE if is_ours(config) else str(name_of(config))",
+        "str(name_of(config))",
+        "tests/megatron/test_replaces.py::test_ranks_compare_the_dispatcher_in_effect",
+    ),
+    Mutation(
         "only the first weight of a module is reduced",
         "reduce_gradients",
         'getattr(module, "wgrad_accumulation_and_reduce_hooks", ())',

@@ -6,6 +6,9 @@ with a dot lies in a lower line than the rest of its folder.
 
 Ranks agree on everything in ranks.py: no other file of the package may use a collective or a store
 of torch.distributed, but for the exchanges that carry rows, gradients, weights and figures.
+
+Megatron's field with the dispatcher's name is read in one file alone, which knows when a layer of
+another dispatcher is ours.
 """
 
 import argparse
@@ -109,6 +112,7 @@ ADAPTERS = [
 ]
 MEGATRON = [
     ["fixes", "fp8", "settings"],
+    ["dispatcher"],
     ["config", "peers"],
     ["arguments", "offload", "shape"],
     ["buckets"],
@@ -120,6 +124,7 @@ MEGATRON = [
 MEGATRON_CONFIG = [
     ["asked", "computation"],
     ["notices", "refusals"],
+    ["replaced"],
 ]
 MEGATRON_BUCKETS = [
     ["hooks", "links", "state"],
@@ -173,6 +178,9 @@ COLLECTIVES = {
     *("batch_isend_irecv", "barrier", "monitored_barrier"),
 }
 STORES = {"_get_default_store", "FileStore", "HashStore", "PrefixStore", "TCPStore"}
+
+NAMES_DISPATCHER = "adapters/megatron/dispatcher.py"
+DISPATCHERS_FIELD = "moe_token_dispatcher_type"
 
 Edge = tuple[Path, str, str]
 
@@ -244,6 +252,29 @@ def messages(root: Path) -> Iterator[str]:
                 )
 
 
+def dispatchers(root: Path) -> Iterator[str]:
+    """One line for every place but one that reads the name of the dispatcher.
+
+    The constant FIELD of that file stands for the name, and may not be read with getattr.
+    """
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).as_posix() == NAMES_DISPATCHER:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.expr):
+                continue
+            by_name = isinstance(node, ast.Attribute) and node.attr == DISPATCHERS_FIELD
+            by_text = isinstance(node, ast.Constant) and node.value == DISPATCHERS_FIELD
+            by_constant = isinstance(node, ast.Call) and (
+                ast.unparse(node.func) == "getattr" and "FIELD" in map(ast.unparse, node.args)
+            )
+            if by_name or by_text or by_constant:
+                yield (
+                    f"{path}:{node.lineno}: '{DISPATCHERS_FIELD}' is read in {NAMES_DISPATCHER} "
+                    "alone: ask is_ours"
+                )
+
+
 def violations(edges: Iterator[Edge], layers: list[list[str]]) -> Iterator[str]:
     """One line for every edge that goes up, sideways, or out of the architecture."""
     height = {name: i for i, line in enumerate(layers) for name in line}
@@ -268,6 +299,7 @@ def main() -> int:
         *violations(csrc_edges(Path("csrc")), CSRC),
         *violations(python_edges(PACKAGE), PYTHON),
         *messages(PACKAGE),
+        *dispatchers(PACKAGE),
         *violations(python_edges(PACKAGE, "kernel"), KERNEL),
         *violations(python_edges(PACKAGE, "hosts"), HOSTS),
         *violations(python_edges(PACKAGE, "multipath"), MULTIPATH),

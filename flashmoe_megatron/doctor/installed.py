@@ -9,13 +9,16 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from flashmoe_megatron._version import __version__
+from flashmoe_megatron.adapters.megatron.dispatcher import check_loaded
 from flashmoe_megatron.doctor.fact import Fact
 from flashmoe_megatron.driver_release import find_driver
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.releases import FRAMEWORKS, TORCH, Project
 
 VARIABLES = {
     "FLASHMOE_LIBRARY": "the kernel's library is loaded from there",
     "FLASHMOE_AUTOLOAD": "adds flashmoe to Megatron in every process that imports torch",
+    "FLASHMOE_REPLACES": "MoE layers that Megatron calls so run on flashmoe, which it adds, too",
     "FLASHMOE_HOST_ID": "names this host; ranks of one name are one host",
     "CUDA_VISIBLE_DEVICES": "hides the other GPUs",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1 makes the scheduled backend's products wait for later rows",
@@ -24,7 +27,7 @@ VARIABLES = {
     "NCCL_P2P_DISABLE": "1 keeps NCCL off NVLink; the kernel does not read it",
     "PYTORCH_ALLOC_CONF": "settings of torch's allocator",
     "PYTORCH_CUDA_ALLOC_CONF": "settings of torch's allocator, under its older name",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0 keeps torch from reading FLASHMOE_AUTOLOAD",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0 keeps torch from loading plugins, such as this package",
     "NVTE_FLASH_ATTN": "0 takes FlashAttention from Transformer Engine",
     "NVTE_FUSED_ATTN": "0 takes cuDNN's attention from Transformer Engine",
     "LD_LIBRARY_PATH": "libraries of CUDA and cuDNN there are found before those of packages",
@@ -108,10 +111,15 @@ def frameworks() -> Iterator[Fact]:
 
 
 def environment() -> Fact:
-    """Names the environment variables that matter and are set."""
+    """Names the environment variables that matter and are set, and what is wrong with them."""
     found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     lines = [f"{name}={value}: {VARIABLES[name]}" for name, value in found.items()]
-    return Fact("environment", found, "\n".join(lines) or "no variable that matters is set")
+    text = "\n".join(lines) or "no variable that matters is set"
+    try:
+        check_loaded(is_attached=False)
+    except ConfigError as error:
+        return Fact("environment", found, text, str(error))
+    return Fact("environment", found, text)
 
 
 def version_of(project: Project) -> str | None:

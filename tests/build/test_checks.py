@@ -112,6 +112,22 @@ def test_what_ranks_agree_on_is_in_one_file(tmp_path, name, text, used):
     assert used is None or (f"{name}:" in lines[0] and f"'{used}" in lines[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "is_found"),
+    [
+        ("layer.py", "def f(config):\n    return config.moe_token_dispatcher_type == 'x'\n", True),
+        ("layer.py", "f = lambda c: getattr(c, 'moe_token_dispatcher_type', None)\n", True),
+        ("layer.py", "from x import FIELD\nf = lambda c: getattr(c, FIELD)\n", True),
+        ("layer.py", "from x import FIELD\nf = lambda c: showing(c, {FIELD: 'x'})\n", False),
+        ("layer.py", "make(moe_token_dispatcher_type='alltoall')\n", False),
+        (check_layers.NAMES_DISPATCHER, "f = lambda c: c.moe_token_dispatcher_type\n", False),
+    ],
+)
+def test_one_file_reads_the_dispatchers_name(tmp_path, name, text, is_found):
+    write(tmp_path, {name: text})
+    assert bool(list(check_layers.dispatchers(tmp_path))) == is_found
+
+
 def test_every_exchange_that_is_named_is_there():
     for name in check_layers.EXCHANGES | {check_layers.AGREES}:
         assert (ROOT / check_layers.PACKAGE / name).is_file(), name

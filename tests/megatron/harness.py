@@ -16,9 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.megatron import dispatcher as dispatcher_module
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from tests.megatron.graphed import graph_layers
@@ -54,7 +56,7 @@ class Case(Training):
     those of its TransformerConfig once Megatron has checked it. The last rank writes the layers'
     metrics to ``metrics_to``. ``experts`` is a kind of grouped ones, ``graphs`` the number of CUDA
     graphs of each layer, ``lengths`` says how long sequences are, ``muon`` takes Muon in place of
-    Adam.
+    Adam. ``replaces`` is the dispatcher that flashmoe takes the place of; stock trainings opt out.
     """
 
     layout: Layout
@@ -63,6 +65,7 @@ class Case(Training):
     config: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Any] = field(default_factory=dict)
     experts: str | None = None
+    replaces: str = ""
     graphs: int = 0
     lengths: Literal["equal", "any", "packed", "shared"] = "equal"
     muon: bool = False
@@ -222,9 +225,24 @@ def transformer_config(layout: Layout, dispatcher: str, **overrides: Any) -> Any
     return config
 
 
+@contextlib.contextmanager
+def replacing(dispatchers: str) -> Iterator[None]:
+    """Runs a part of a test as a process in which the environment replaces dispatchers."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(dispatcher_module.REPLACES, dispatchers)
+        dispatcher_module.replaced.cache_clear()
+        yield
+    dispatcher_module.replaced.cache_clear()
+
+
 def train(group: dist.ProcessGroup, case: Case, is_fused: bool) -> Outcome:
     """Trains a model from one seed, with flashmoe or with Megatron's alltoall dispatcher."""
-    dispatcher = "flashmoe" if is_fused else "alltoall"
+    with replacing(case.replaces):
+        return _train(case, is_fused)
+
+
+def _train(case: Case, is_fused: bool) -> Outcome:
+    dispatcher = (case.replaces or "flashmoe") if is_fused else "alltoall"
     prepare(case.layout, hosts=case.hosts, **case.settings)
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -237,6 +255,8 @@ def train(group: dist.ProcessGroup, case: Case, is_fused: bool) -> Outcome:
     forget_metrics()
     config = transformer_config(case.layout, dispatcher, **case.config)
     vars(config).update(case.later)
+    if not is_fused:
+        dispatcher_module.keep_dispatcher(config)
     chunks = [_in_half(config, chunk) for chunk in build_model(config, case.layout, case.experts)]
     # Megatron's own fusion is a CUDA extension that its linears ask for when they are built; the
     # routed experts ask the configuration at each call.
@@ -302,6 +322,7 @@ def train(group: dist.ProcessGroup, case: Case, is_fused: bool) -> Outcome:
     # The optimizer's views of float32 parameters hold, unseen by the garbage collector, what holds
     # DDP, whose configuration would hold the optimizer: nothing of this training would be freed.
     config.grad_scale_func = None
+    assert config.moe_token_dispatcher_type == dispatcher
     experts = _routed_experts(chunks)
     over_hosts = {isinstance(each.backend, HostsBackend) for each in experts}
     assert len(over_hosts) <= 1

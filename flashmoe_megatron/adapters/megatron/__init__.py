@@ -8,12 +8,15 @@ import functools
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
 
-from flashmoe_megatron.adapters.megatron.settings import Settings, configure, current_settings
+from flashmoe_megatron.adapters.megatron import settings
+from flashmoe_megatron.adapters.megatron.dispatcher import check_loaded, keep_dispatcher, replaced
+from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings
 from flashmoe_megatron.adapters.patch import when_imported
 from flashmoe_megatron.releases import MEGATRON
 
-__all__ = ["Settings", "configure", "current_settings", "install"]
+__all__ = ["Settings", "configure", "current_settings", "install", "keep_dispatcher"]
 
 _PATCHES = (
     ("core.transformer.transformer_config", "config.refusals", "patch_config"),
@@ -46,6 +49,9 @@ def install() -> None:
     Call it in every process, before Megatron's arguments are parsed or a model is built; a second
     call does nothing. Models with another dispatcher type are not affected. Where there is no
     Megatron, a warning says how to install it; Megatron may still be imported later.
+
+    Raises:
+        ConfigError: The environment names a dispatcher that cannot be replaced.
     """
     attach()
     if importlib.util.find_spec("megatron") is None:
@@ -57,9 +63,33 @@ def install() -> None:
 
 
 def attach() -> None:
-    """Does what :func:`install` does, and says nothing where there is no Megatron."""
+    """Does what :func:`install` does, and says nothing where there is no Megatron.
+
+    Raises:
+        ConfigError: The environment names a dispatcher that cannot be replaced.
+    """
+    global _is_attached
+    replaced()
+    _is_attached = True
     for theirs, ours, function in _PATCHES:
         when_imported(f"megatron.{theirs}", functools.partial(_apply, ours, function))
+
+
+def configure(**options: Any) -> Settings:
+    """Chooses settings from code, for models that are built without Megatron's arguments.
+
+    Takes effect for layers built later; goes before the command line. The options are fields of
+    :class:`Settings`; what is left out has its default.
+
+    Raises:
+        ConfigError: A name is unknown, or a value has no meaning. Or ``FLASHMOE_REPLACES`` is set,
+            torch does not load this package, and the program has not called ``install``.
+    """
+    check_loaded(is_attached=_is_attached)
+    return settings.configure(**options)
+
+
+_is_attached = False
 
 
 def _apply(ours: str, function: str, theirs: ModuleType) -> None:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from flashmoe_megatron.adapters.megatron.config.asked import MEGAKERNEL
+from flashmoe_megatron.adapters.megatron.dispatcher import FIELD, has_our_name
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     FLAG_PREFIX,
@@ -47,7 +48,7 @@ def extend_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         ConfigError: There is no ``--moe-token-dispatcher-type``: this is no Megatron that can be
             extended.
     """
-    dispatcher = _action(parser, "moe_token_dispatcher_type")
+    dispatcher = _action(parser, FIELD)
     if dispatcher is None:
         raise ConfigError(
             "Megatron's parser has no --moe-token-dispatcher-type; wanted Megatron-Core 0.16.1 or "
@@ -136,9 +137,9 @@ def _with_stock_dispatcher(original: Function) -> Function:
     def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
         state = original(*args, **kwargs)
         saved = state.get("args")
-        if getattr(saved, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE:
+        if has_our_name(saved):
             state["args"] = copy.copy(saved)
-            state["args"].moe_token_dispatcher_type = STOCK_DISPATCHER_TYPE
+            setattr(state["args"], FIELD, STOCK_DISPATCHER_TYPE)
         return state
 
     return generate_state_dict

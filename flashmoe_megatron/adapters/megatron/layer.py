@@ -19,15 +19,20 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from flashmoe_megatron.adapters.megatron.config.asked import OVERLAP, is_megakernel
 from flashmoe_megatron.adapters.megatron.config.refusals import CONFIG_REFUSALS, refuse
+from flashmoe_megatron.adapters.megatron.config.replaced import OTHER_MEANINGS
+from flashmoe_megatron.adapters.megatron.dispatcher import (
+    FIELD,
+    about,
+    effective_name,
+    is_ours,
+    note_served,
+    showing,
+)
 from flashmoe_megatron.adapters.megatron.fp8 import bfloat16_experts
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
-from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
+from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, say_of_process
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
-from flashmoe_megatron.adapters.megatron.settings import (
-    DISPATCHER_TYPE,
-    STOCK_DISPATCHER_TYPE,
-    current_settings,
-)
+from flashmoe_megatron.adapters.megatron.settings import STOCK_DISPATCHER_TYPE, current_settings
 from flashmoe_megatron.adapters.megatron.shape import ROUTED, number_in_model
 from flashmoe_megatron.adapters.patch import Function, patch
 
@@ -115,28 +120,27 @@ def _flashmoe_init(original: Function) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = signature.bind(self, *args, **kwargs).arguments
         config = arguments["config"]
-        if config.moe_token_dispatcher_type != DISPATCHER_TYPE:
+        say_of_process(about(config))
+        if not is_ours(config):
             with bfloat16_experts() if is_megakernel(config) else contextlib.nullcontext():
                 original(self, *args, **kwargs)
-            tell_dispatcher(getattr(self, "ep_group", None), config.moe_token_dispatcher_type)
+            tell_dispatcher(getattr(self, "ep_group", None), effective_name(config))
             return
         # A configuration can be changed after it was made, so it is checked again.
+        refuse(config, OTHER_MEANINGS)
         refuse(config, CONFIG_REFUSALS)
         if getattr(config, OVERLAP, False):
             check_schedule()
-        config.moe_token_dispatcher_type = STOCK_DISPATCHER_TYPE
-        try:
-            with bfloat16_experts():
-                original(self, *args, **kwargs)
-        finally:
-            config.moe_token_dispatcher_type = DISPATCHER_TYPE
+        note_served(config)
+        with showing(config, {FIELD: STOCK_DISPATCHER_TYPE}), bfloat16_experts():
+            original(self, *args, **kwargs)
         groups = arguments.get("pg_collection") or get_default_pg_collection()
         self.token_dispatcher = FlashMoETokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups
         )
         if self.use_shared_expert and self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self.shared_experts)
-        tell_dispatcher(self.ep_group, DISPATCHER_TYPE)
+        tell_dispatcher(self.ep_group, effective_name(config))
         check_dispatchers(self.ep_group, timeout=current_settings().backend_options()["timeout"])
         tensor_group = getattr(groups, "expt_tp", None)
         setattr(self, ROUTED, RoutedExperts(config, self.experts, self.ep_group, tensor_group))

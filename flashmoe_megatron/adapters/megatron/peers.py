@@ -7,6 +7,7 @@ called by some of them alone.
 
 import torch.distributed as dist
 
+from flashmoe_megatron.adapters.megatron.dispatcher import REPLACES, TORCH_LOADS, replaced
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE, STOCK_DISPATCHER_TYPE
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.ranks import Answers, Ranks, StoreRanks
@@ -50,7 +51,7 @@ def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> Non
         raise ConfigError(
             f"ranks {silent} of the expert-parallel group {ranks} have built no MoE layer within "
             f"{timeout:g} s; wanted --moe-token-dispatcher-type {DISPATCHER_TYPE} on every rank, "
-            "with flashmoe_megatron installed on every host"
+            "with flashmoe_megatron installed on every host" + _of_environment()
         )
     names = known.names = known.names or known.answers.wait()
     if len(set(names)) > 1:
@@ -59,8 +60,13 @@ def check_dispatchers(group: dist.ProcessGroup | None, *, timeout: float) -> Non
         raise ConfigError(
             f"the ranks of an expert-parallel group have different token dispatchers: {listed}; "
             f"pass one --moe-token-dispatcher-type, {DISPATCHER_TYPE} or {STOCK_DISPATCHER_TYPE}, "
-            "on every rank"
+            "on every rank" + _of_environment()
         )
+
+
+def _of_environment() -> str:
+    """Adds what the environment has to be, where it has chosen this rank's dispatcher."""
+    return f", or one {REPLACES} and no {TORCH_LOADS}=0" if replaced() else ""
 
 
 def _of(group: dist.ProcessGroup | None) -> _Dispatchers | None:

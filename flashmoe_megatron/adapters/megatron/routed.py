@@ -252,6 +252,15 @@ def _say_once(line: str) -> None:
         sys.stdout.flush()
 
 
+def say_of_process(line: str) -> None:
+    """Tells the user a line of each process, the first time only; nothing of an empty line."""
+    if line and line not in _said:
+        _said.add(line)
+        rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+        sys.stdout.write(f"flashmoe: {rank}{line}\n")
+        sys.stdout.flush()
+
+
 def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: bool) -> None:
     """Tells the user what computes a layer and what a setting becomes, each line once."""
     _say_once(describe(backend, config, is_bounded=is_bounded))

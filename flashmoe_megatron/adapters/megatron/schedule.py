@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.forwards import with_all_below
+from flashmoe_megatron.adapters.megatron.dispatcher import FIELD, is_ours, showing
 from flashmoe_megatron.adapters.megatron.routed import live_experts
-from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
+from flashmoe_megatron.adapters.megatron.settings import STOCK_DISPATCHER_TYPE
+from flashmoe_megatron.adapters.megatron.shape import ROUTED
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.errors import ConfigError
@@ -29,14 +31,22 @@ _FREES = "should_free_input"
 """Megatron's answer to whether a node frees its inputs; its module depends on the release."""
 
 
+_NODES = "build_transformer_layer_callables"
+"""Megatron's function that makes a layer's nodes."""
+
 MODULES = ("core.models.gpt.fine_grained_callables", "core.models.common.utils")
 """The modules of Megatron that may have it: the second one in 0.19."""
 
 
 def patch_schedule(module: ModuleType) -> None:
-    """Lets no node of a fused layer free its inputs, if it is this module that says so."""
+    """Lets no node of a fused layer free its inputs, if it is this module that says so.
+
+    Nor does a node of such a layer take its tokens from a library of the flex dispatcher's.
+    """
     if hasattr(module, _FREES):
         patch(module, _FREES, _keep_inputs)
+    if hasattr(module, _NODES):
+        patch(module, _NODES, _as_stock)
 
 
 def reduce_gradients(experts: torch.nn.Module) -> None:
@@ -71,11 +81,20 @@ def check_schedule() -> None:
 
 def _keep_inputs(original: Function) -> Function:
     def should_free_input(name: str, is_moe: bool, config: Any, *more: Any, **options: Any) -> bool:
-        if config.moe_token_dispatcher_type == DISPATCHER_TYPE:
+        if is_ours(config):
             return False
         return bool(original(name, is_moe, config, *more, **options))
 
     return should_free_input
+
+
+def _as_stock(original: Function) -> Function:
+    def build_transformer_layer_callables(layer: Any, *more: Any, **options: Any) -> Any:
+        is_fused = hasattr(getattr(layer, "mlp", None), ROUTED)
+        with showing(layer.config, {FIELD: STOCK_DISPATCHER_TYPE} if is_fused else {}):
+            return original(layer, *more, **options)
+
+    return build_transformer_layer_callables
 
 
 def patch_full_graph(module: ModuleType) -> None:

@@ -7,6 +7,7 @@ setting that is given as off.
 from collections.abc import Callable
 from typing import Any
 
+from flashmoe_megatron.adapters.megatron.dispatcher import is_ours
 from flashmoe_megatron.adapters.megatron.settings import DISPATCHER_TYPE
 
 ROW_BOUND = "moe_expert_rank_capacity_factor"
@@ -40,9 +41,7 @@ def is_megakernel(config: Any) -> bool:
 
 def is_served(args: Any) -> bool:
     """Tells whether the script's model has MoE layers that run on flashmoe."""
-    return getattr(args, "moe_token_dispatcher_type", None) == DISPATCHER_TYPE and bool(
-        getattr(args, "num_experts", None)
-    )
+    return bool(getattr(args, "num_experts", None)) and is_ours(args)
 
 
 def has_logger(args: Any) -> bool:
@@ -142,6 +141,15 @@ def graphs_experts(config: Any) -> bool:
 def graphs_any(config: Any) -> bool:
     """Tells whether CUDA graphs capture anything."""
     return _graph_kind(config) != "none"
+
+
+def graphs_part(part: str) -> Asks:
+    """Asks whether Transformer Engine's graphs hold a part of a layer, by Megatron's name."""
+
+    def is_asked(config: Any) -> bool:
+        return _graph_kind(config) == "transformer_engine" and part in _graphed_parts(config)
+
+    return is_asked
 
 
 def _graph_kind(config: Any) -> str:

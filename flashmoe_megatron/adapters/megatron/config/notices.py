@@ -25,6 +25,13 @@ from flashmoe_megatron.adapters.megatron.config.asked import (
     recomputes,
     recomputes_layers,
 )
+from flashmoe_megatron.adapters.megatron.dispatcher import (
+    has_our_name,
+    is_ours,
+    name_of,
+    replaced,
+    setting,
+)
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
     FLAG_PREFIX,
@@ -110,15 +117,18 @@ def find_notices(args: Any) -> Iterator[str]:
     defaults = Settings()
     flags = read_flags(args, Settings, FLAG_PREFIX)
     given = [name for name, value in flags.items() if value != getattr(defaults, name)]
-    dispatcher = getattr(args, "moe_token_dispatcher_type", None)
-    if dispatcher != DISPATCHER_TYPE:
+    if replaced() and not getattr(args, "num_experts", None):
+        yield f"{setting()} is without effect: the model has no experts"
+    if not is_ours(args):
         if given and not is_megakernel(args):
             yield (
-                f"{_listed(given)} without effect: --moe-token-dispatcher-type is {dispatcher}, "
+                f"{_listed(given)} without effect: --moe-token-dispatcher-type is {name_of(args)}, "
                 f"wanted {DISPATCHER_TYPE}"
             )
         return
     if not is_served(args):
+        if not has_our_name(args):
+            return
         yield (
             f"--moe-token-dispatcher-type {DISPATCHER_TYPE} is without effect: the model has no "
             "experts, wanted --num-experts"

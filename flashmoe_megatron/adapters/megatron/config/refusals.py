@@ -5,7 +5,6 @@ a part that flashmoe replaces (fusions of the permutation or of the activation, 
 dispatcher) are harmless and not listed; what is accepted and changes nothing is in ``notices.py``.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -37,6 +36,12 @@ from flashmoe_megatron.adapters.megatron.config.computation import (
     activation_of,
     compute_dtype,
     takes_glu_terms,
+)
+from flashmoe_megatron.adapters.megatron.dispatcher import (
+    FIELD,
+    has_our_name,
+    showing,
+    way_back,
 )
 from flashmoe_megatron.adapters.megatron.settings import (
     DISPATCHER_TYPE,
@@ -94,7 +99,7 @@ def refusals_of(config: Any, refusals: Iterable[Refusal]) -> Iterator[Refusal]:
 def refuse(config: Any, refusals: Iterable[Refusal]) -> None:
     """Raises a ConfigError with the flag and the way out for the first refusal that is met."""
     for refusal in refusals_of(config, refusals):
-        raise ConfigError(refusal.message(config))
+        raise ConfigError(refusal.message(config) + way_back(config))
 
 
 def patch_config(transformer_config: ModuleType) -> None:
@@ -104,36 +109,21 @@ def patch_config(transformer_config: ModuleType) -> None:
 
 def _checked_post_init(original: Function) -> Function:
     def post_init(self: Any) -> None:
-        is_ours = self.moe_token_dispatcher_type == DISPATCHER_TYPE or is_megakernel(self)
-        if is_ours and self.num_moe_experts:
+        # A layer in another dispatcher's place is checked when it is built: by then it is known
+        # whether the configuration has opted out, and Megatron's checks of the other do no harm.
+        if self.num_moe_experts and (has_our_name(self) or is_megakernel(self)):
             refuse(self, CONFIG_REFUSALS)
             shown: dict[str, Any] = {ROW_BOUND: None}
             if is_megakernel(self):
                 shown[MEGAKERNEL] = None  # its checks are of one backend's limits
             elif getattr(self, OVERLAP, False) or getattr(self, SHARED_OVERLAP, False):
-                shown["moe_token_dispatcher_type"] = STOCK_DISPATCHER_TYPE
-            with _showing(self, shown):
+                shown[FIELD] = STOCK_DISPATCHER_TYPE
+            with showing(self, shown):
                 original(self)
         else:
             original(self)
 
     return post_init
-
-
-@contextlib.contextmanager
-def _showing(config: Any, shown: dict[str, Any]) -> Iterator[None]:
-    """Shows Megatron's checks other values of settings that they allow its own dispatchers alone.
-
-    Settings that a release does not know are left alone.
-    """
-    held = {name: getattr(config, name) for name in shown if hasattr(config, name)}
-    for name in held:
-        setattr(config, name, shown[name])
-    try:
-        yield
-    finally:
-        for name, value in held.items():
-            setattr(config, name, value)
 
 
 def check_early_routing(config: Any, settings: Settings) -> None:

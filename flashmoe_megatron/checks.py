@@ -253,6 +253,36 @@ def check_split(config: MoEConfig, weights: ExpertWeights) -> None:
         )
 
 
+def check_fp8(config: MoEConfig, dtype: torch.dtype, *, transposed: bool, has_biases: bool) -> None:
+    """Refuses weights that experts in FP8 cannot have.
+
+    Raises:
+        ConfigError: They are not bfloat16, are transposed, or have biases.
+    """
+    if config.experts != "fp8":
+        return
+    for problem, got in (
+        (dtype != torch.bfloat16, f"weights in {dtype}: wanted bfloat16"),
+        (transposed, "transposed weights: wanted [out, in]"),
+        (has_biases, "biases: wanted none"),
+    ):
+        if problem:
+            raise ConfigError(f"experts='fp8' with {got}, or experts='bf16'")
+
+
+def check_kernel_experts(config: MoEConfig) -> None:
+    """Refuses a layer whose experts the kernel does not compute as they are to be computed.
+
+    Raises:
+        ConfigError: They are in FP8.
+    """
+    if config.experts != "bf16":
+        raise ConfigError(
+            f"experts={config.experts!r} on the backend 'kernel', which computes in bfloat16 or "
+            "float16: wanted the backend 'scheduled' or 'reference', or experts='bf16'"
+        )
+
+
 def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.device) -> ExpertWeights:
     """Checks the local experts' weights against the layer's shape and each other.
 
@@ -267,7 +297,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
 
     Raises:
         ShapeError: A weight is missing or differs; the message names it.
-        ConfigError: See :func:`check_split`.
+        ConfigError: See :func:`check_split` and :func:`check_fp8`.
     """
     check_split(config, weights)
     fc1 = (config.intermediate if weights.split else config.fc1_rows, config.hidden)
@@ -275,6 +305,8 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
     dtype = weights.fc1[0].dtype if weights.fc1 else TOKEN_DTYPES[0]
     if dtype not in TOKEN_DTYPES:
         raise ShapeError(f"the experts' weights are {dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+    has_biases = bool(weights.fc1_bias or weights.fc2_bias)
+    check_fp8(config, dtype, transposed=weights.transposed, has_biases=has_biases)
     found: dict[str, tuple[torch.Tensor, ...]] = {}
     for name, tensors, wanted in (
         ("fc1", weights.fc1, fc1[::-1] if weights.transposed else fc1),

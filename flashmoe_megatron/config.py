@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
 
 from flashmoe_megatron.errors import ConfigError
 
@@ -17,6 +17,9 @@ ALIGNMENT_BYTES = 16
 
 DIM_GRANULE = 64
 """Hidden and intermediate size must be divisible by this (one 128-byte swizzle row of BF16)."""
+
+FP8_GRANULE = 128
+"""Successive values that share a scale in FP8, where both sizes must be divisible by it."""
 
 MAX_TOPK = 16
 MAX_RANKS = 8
@@ -64,6 +67,12 @@ def is_number(value: object, *, least: float, most: float) -> bool:
     return is_real and least <= value <= most  # type: ignore[operator]
 
 
+def fp8_row_bytes(width: int) -> int:
+    """Bytes of a row in FP8: its values, a float32 as the scale of every block, and pads."""
+    num_bytes = width + width // FP8_GRANULE * 4
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def is_block_of(size: int, intermediate: int) -> bool:
     """Returns whether gate and up rows of an fc1 can alternate in blocks of so many rows."""
     is_size = size == 1 or (size >= GLU_CHUNK and size & (size - 1) == 0)
@@ -75,6 +84,10 @@ Keep = Literal["all", "preactivations", "inputs"]
 KEEPS: tuple[Keep, ...] = ("all", "preactivations", "inputs")
 KeepOption = Literal["auto", "all", "preactivations", "inputs"]
 """The same, or that sizes decide: :func:`~flashmoe_megatron.planner.choose_keep`."""
+
+
+Experts = Literal["bf16", "fp8"]
+"""Precisions of experts: in "bf16" they compute in their weights' dtype, whichever it is."""
 
 
 class Activation(str, Enum):
@@ -118,6 +131,8 @@ class MoEConfig:
         glu_interleave: Rows of the blocks in which gate and up rows of fc1 alternate, gate first:
             1 (GPT-OSS), or a power of two from 8 on; divides F. With 0 all gate rows come first.
             Biases and all gradients have the order of the rows.
+        experts: With "fp8" forwards are computed in blockwise FP8, and backwards in bfloat16 from
+            the same operands; with "bf16" both are computed in the weights' dtype.
     """
 
     hidden: int
@@ -132,6 +147,7 @@ class MoEConfig:
     clamp_value: float | None = None
     linear_offset: float = 0.0
     glu_interleave: int = 0
+    experts: Experts = "bf16"
 
     def __post_init__(self) -> None:
         """Refuses what no backend of this package can honour."""
@@ -172,6 +188,28 @@ class MoEConfig:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: wanted True or False")
         self._check_glu()
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        """Refuses what experts in FP8 cannot have, and other precisions than there are."""
+        if self.experts not in get_args(Experts):
+            names = ", ".join(get_args(Experts))
+            raise ConfigError(f"experts={self.experts!r}: wanted one of {names}")
+        if self.experts != "fp8":
+            return
+        for name in ("hidden", "intermediate"):
+            value = getattr(self, name)
+            if value % FP8_GRANULE:
+                raise ConfigError(
+                    f"experts='fp8' with {name}={value}: wanted a multiple of {FP8_GRANULE}, as "
+                    "many values as share a scale, or experts='bf16'"
+                )
+        for name in ("clamp_value", "linear_offset"):
+            value = getattr(self, name)
+            if value:
+                raise ConfigError(
+                    f"experts='fp8' with {name}={value!r}: wanted none, or experts='bf16'"
+                )
 
     def _check_glu(self) -> None:
         """Refuses what a gated expert cannot have, and an expert without a gate still less."""
@@ -203,6 +241,10 @@ class MoEConfig:
                 f"glu_interleave={block}: wanted 0, 1, or a power of two from {GLU_CHUNK} on that "
                 f"divides intermediate={self.intermediate}"
             )
+
+    def dispatched_bytes(self, element_bytes: int) -> int:
+        """Bytes of a token's row on its way to an expert, where the token has such elements."""
+        return fp8_row_bytes(self.hidden) if self.experts == "fp8" else self.hidden * element_bytes
 
     @property
     def num_local_experts(self) -> int:

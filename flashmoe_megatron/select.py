@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.call import Backend
-from flashmoe_megatron.checks import KERNEL_DTYPES
+from flashmoe_megatron.checks import KERNEL_DTYPES, check_kernel_experts
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
@@ -320,6 +320,8 @@ def _choose(
             f"backend {chosen!r}, whose experts are whole: wanted the backend 'scheduled', or 1 "
             "rank"
         )
+    if chosen == "kernel":
+        check_kernel_experts(config)
     return _Choice(config, chosen, here, chosen_options)
 
 

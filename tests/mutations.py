@@ -1395,8 +1395,8 @@ MUTATIONS = (
     Mutation(
         "rows are collected once the host knows how many there are",
         "_forward",
-        "every, ready = self._ways.collect(x, cut.token_idx, degree)",
-        "heard.wait(); every, ready = self._ways.collect(x, cut.token_idx, degree)",
+        "every, ready = self._ways.collect(tokens, cut.token_idx, degree)",
+        "heard.wait(); every, ready = self._ways.collect(tokens, cut.token_idx, degree)",
         "tests/unit/test_overlap.py::test_parts_travel_while_others_are_computed",
     ),
     Mutation(
@@ -1470,6 +1470,93 @@ MUTATIONS = (
         "if given.followed else len(leaves) + UNFOLLOWED",
         "",
         "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[hosts]",
+    ),
+    Mutation(
+        "a block in FP8 is read with the scale of the next one",
+        "dequantize",
+        "blocks.scales.unsqueeze",
+        "blocks.scales.roll(1, -1).unsqueeze",
+        "tests/unit/test_blockwise.py::test_each_block_has_its_own_scale",
+    ),
+    Mutation(
+        "rows in FP8 are read with the scales of the row above",
+        "dequantize",
+        "blocks.scales.unsqueeze",
+        "blocks.scales.roll(1, -2).unsqueeze",
+        "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
+    ),
+    Mutation(
+        "gate and up projections in FP8 are read with each other's scales",
+        "Blockwise.weights",
+        "rounded(one, SQUARE)",
+        "dequantize((q := quantize(one, SQUARE))._replace("
+        "scales=q.scales.roll(q.scales.shape[-2] // 2, -2)), one.dtype)",
+        "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
+    ),
+    Mutation(
+        "the largest value of a block in FP8 is sought in half of it",
+        "quantize",
+        "nan_to_num(0.0, posinf=torch.inf)",
+        "nan_to_num(0.0, posinf=torch.inf)[..., :64]",
+        "tests/unit/test_blockwise.py::test_every_bfloat16_as_the_largest_of_a_block",
+    ),
+    Mutation(
+        "scales of FP8 are no powers of two",
+        "_scale_of",
+        "& _EXPONENT",
+        "& -1",
+        "tests/unit/test_blockwise.py::test_blocks_by_hand",
+    ),
+    Mutation(
+        "a number over all largest values is multiplied with reciprocals",
+        "_scale_of",
+        "amax.new_full((), LARGEST) / amax",
+        "LARGEST / amax",
+        "tests/unit/test_blockwise.py::test_every_bfloat16_as_the_largest_of_a_block",
+    ),
+    Mutation(
+        "activations are quantized before they are rounded to bfloat16",
+        "Steps.weighted_activation",
+        "(activate(preact.to(wide), config) * row_probs.to(wide)[:, None]).to(preact.dtype)",
+        "activate(preact.to(wide), config) * row_probs.to(wide)[:, None]",
+        "tests/unit/test_fp8.py::test_activations_are_rounded_to_bfloat16_and_then_to_fp8",
+    ),
+    Mutation(
+        "weights are quantized once for a layer",
+        "Blockwise.weights",
+        "return replace(weights, fc1=fc1, fc2=fc2)",
+        'return self.__dict__.setdefault("kept", replace(weights, fc1=fc1, fc2=fc2))',
+        "tests/unit/test_fp8.py::test_no_quantized_weight_is_older_than_its_parameter",
+    ),
+    Mutation(
+        "weights are quantized again only where a counter of versions has changed",
+        "Blockwise.weights",
+        "return replace(weights, fc1=fc1, fc2=fc2)",
+        "return self.__dict__.setdefault("
+        "str([(one.data_ptr(), one._version) for one in weights.fc1]), "
+        "replace(weights, fc1=fc1, fc2=fc2))",
+        "tests/unit/test_fp8.py::test_no_quantized_weight_is_older_than_its_parameter",
+    ),
+    Mutation(
+        "a backward of experts in FP8 takes weights that are not rounded",
+        "SeparateBackend._backward",
+        "self._precision.weights(weights)",
+        "weights",
+        "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
+    ),
+    Mutation(
+        "the second projection's gradient takes activations that are not in FP8",
+        "SeparateBackend._backward",
+        "self._precision.activation(weighted_part)",
+        "weighted_part",
+        "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
+    ),
+    Mutation(
+        "the kernel computes experts in bfloat16 that are to be in FP8",
+        "check_kernel_experts",
+        'config.experts != "bf16"',
+        "config.experts is None",
+        "tests/unit/test_fp8.py::test_the_kernel_refuses_fp8_by_name",
     ),
 )
 

@@ -36,7 +36,7 @@ CSRC = [
 PYTHON = [
     ["door", "driver_release", "errors", "_version", "streams", "touched"],
     ["config", "driver", "releases", "torch_groups"],
-    ["ending", "planner", "replicas", "weights"],
+    ["blockwise", "ending", "planner", "replicas", "weights"],
     ["ranks"],
     ["telemetry.record", "measured.files"],
     ["measured.calibration"],
@@ -79,7 +79,7 @@ MULTIPATH = [
     ["multipath"],
 ]
 SEPARATE = [
-    ["hooks", "plan"],
+    ["hooks", "plan", "precision"],
     ["exchange", "records", "steps"],
     ["degree", "kernels", "ways"],
     ["agreement", "slices"],

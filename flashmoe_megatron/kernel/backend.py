@@ -24,6 +24,7 @@ from flashmoe_megatron.call import (
 from flashmoe_megatron.checks import (
     KERNEL_DTYPES,
     check_grad_out,
+    check_kernel_experts,
     check_kernel_tensor,
     check_split,
     check_tokens,
@@ -151,6 +152,7 @@ class KernelBackend(Backend):
         num_ctas: int | None = None,
         options: BackendOptions | None = None,
     ) -> None:
+        check_kernel_experts(config)
         self.options = options or BackendOptions()
         check_slots(config, self.options.spare_slots, self.options.placement)
         self.spare_slots = self.options.filled_slots if config.num_ranks > 1 else 0

@@ -42,7 +42,8 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:
     """Refuses spare slots that a layer cannot have; slots that stay empty do no harm.
 
     Raises:
-        ConfigError: There are more slots than a rank has experts, or lookahead has no slot to fill.
+        ConfigError: There are more slots than a rank has experts, experts are in FP8, or lookahead
+            has no slot to fill.
     """
     if placement == "off":
         return
@@ -51,6 +52,11 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:
         raise ConfigError(
             f"spare_slots={spare_slots}: wanted at most {local}, as many as a rank has of the "
             f"{config.num_experts} experts"
+        )
+    if spare_slots and config.experts == "fp8":
+        raise ConfigError(
+            f"spare_slots={spare_slots} with experts='fp8': replicas' weights travel in bfloat16; "
+            "wanted spare_slots=0, or experts='bf16'"
         )
     if placement == "lookahead" and not spare_slots:
         raise ConfigError(

@@ -25,8 +25,9 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.separate.agreement import Agreement, ranks_of
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Slot, make_exchange
-from flashmoe_megatron.separate.hooks import UNHEARD, Call, Hooks, of_part
+from flashmoe_megatron.separate.hooks import UNHEARD, Call, Hooks, Stage, When, of_part
 from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
+from flashmoe_megatron.separate.precision import AS_GIVEN, precision_of
 from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
 from flashmoe_megatron.separate.replicas import Replicas, add_replica_grads, with_replicas
 from flashmoe_megatron.separate.slices import GradientSlices
@@ -58,8 +59,8 @@ class _Saved:
         routes: The routes.
         all_counts: ``[source][expert]`` of the group, if the exchange needs them.
         probs_shape: The probabilities', and so their gradient's.
-        rows: ``[rows, hidden]``, if they are kept.
-        x: The tokens, if their rows are not.
+        rows: The experts' rows of tokens, as they have travelled, if they are kept.
+        x: The tokens as they travel, if their rows are not kept.
         row_probs: ``[rows]``, their routing weights.
         preact: ``[rows, fc1_rows]``, the first projection's outputs.
         layer: The number that the caller gave the layer.
@@ -117,6 +118,7 @@ class SeparateBackend(Backend):
         self.slices: GradientSlices | None = None
         self._device, self._tensor, self._replicas = device, tensor, replicas
         self._exchange = exchange
+        self._precision = precision_of(config)
         most_blocks = None
         if options.row_bound is not None:  # every spare slot, too, may fill one block in part
             most_blocks = bounded_row_blocks(config, options.row_bound) + options.filled_slots
@@ -185,7 +187,8 @@ class SeparateBackend(Backend):
             found, heard, placement = self._replicas.place(self._agreement, found, heard, layer)
         cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
         probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
-        every, ready = self._ways.collect(x, cut.token_idx, degree)
+        tokens = self._precision.pack(x)
+        every, ready = self._ways.collect(tokens, cut.token_idx, degree)
         routes, all_counts = self._agreement.plan(heard, found, probs, routing_map)
         self.unfollowed = self._agreement.unfollowed
         routes.cuts[degree] = cut
@@ -207,7 +210,7 @@ class SeparateBackend(Backend):
         row_probs = arrived(of_probs, whole)
         laps.lap("dispatch")
 
-        fc1, fc2 = steps.matrices(weights)
+        fc1, fc2 = steps.matrices(self._precision.weights(weights))
         biases1, biases2 = _biases(weights)
         keeps_rows = training and self.keep != "preactivations"
         rows = preact = None
@@ -216,11 +219,11 @@ class SeparateBackend(Backend):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            pre = steps.product(mine, fc1, part.ends, part.counts)
+            pre = steps.product(self._precision.unpack(mine), fc1, part.ends, part.counts)
             if biases1 is not None:
                 pre += biases1[_experts(part)]
             weight = picked(row_probs, part.rows)
-            activated = steps.weighted_activation(config, pre, weight)
+            activated = self._precision.activation(steps.weighted_activation(config, pre, weight))
             out_rows = steps.product(activated, fc2, part.ends, part.counts)
             if biases2 is not None:
                 wide = accumulation_dtype(x.dtype)
@@ -248,7 +251,7 @@ class SeparateBackend(Backend):
         if not training:
             return out, None
         assert preact is not None
-        kept, shape = None if keeps_rows else x, probs.shape
+        kept, shape = None if keeps_rows else tokens, probs.shape
         return out, _Saved(
             routes, all_counts, shape, rows, kept, row_probs, preact, layer, placement
         )
@@ -287,10 +290,12 @@ class SeparateBackend(Backend):
         config, steps = self.config, self._steps_for(x)
         counts = self._agreement.host_counts(found.counts)
         laps.lap("plan")
-        fc1, fc2 = steps.matrices(weights)
-        rows = x.index_select(0, found.token_idx)
-        preact = steps.product(rows, fc1, found.ends, ())
-        activated = steps.weighted_activation(config, preact, found.row_probs)
+        precision = self._precision
+        fc1, fc2 = steps.matrices(precision.weights(weights))
+        tokens = precision.pack(x)
+        rows = tokens.index_select(0, found.token_idx)
+        preact = steps.product(precision.unpack(rows), fc1, found.ends, ())
+        activated = precision.activation(steps.weighted_activation(config, preact, found.row_probs))
         out_rows = steps.product(activated, fc2, found.ends, ())
         laps.lap("parts")
         out = steps.sum_routes(out_rows, found.place)
@@ -306,7 +311,7 @@ class SeparateBackend(Backend):
             None,
             probs.shape,
             rows[:num] if keeps_rows else None,
-            None if keeps_rows else x,
+            None if keeps_rows else tokens,
             found.row_probs[:num],
             preact[:num],
             layer,
@@ -366,7 +371,7 @@ class SeparateBackend(Backend):
         moved = 0
         if saved.placement is not None:
             weights, moved = with_replicas(self._exchange, weights.per_expert(), saved.placement)
-        fc1_t, fc2_t = map(turned, steps.matrices(weights))
+        fc1_t, fc2_t = map(turned, steps.matrices(self._precision.weights(weights)))
         _, biases2 = _biases(weights)
         laps.lap("dispatch")
         wide = accumulation_dtype(grad_out.dtype)
@@ -392,6 +397,7 @@ class SeparateBackend(Backend):
             grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, num_rows)
             grad_y = steps.add_part(grad_y, mine, part, num_rows)
             grad_pre = steps.add_part(grad_pre, pre_part, part, num_rows)
+            weighted_part = self._precision.activation(weighted_part)
             weighted = steps.add_part(weighted, weighted_part, part, num_rows)
         assert grad_y is not None
         assert grad_pre is not None
@@ -404,6 +410,8 @@ class SeparateBackend(Backend):
         laps.lap("parts")
 
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
+        assert rows is not None
+        rows = self._precision.unpack(rows)
         pairs: list[_Pair] = [(grad_pre, rows, written.fc1), (grad_y, weighted, written.fc2)]
         if weights.split:  # all gates and after them all ups
             gate, up = grad_pre.chunk(2, dim=1)
@@ -500,16 +508,23 @@ class SeparateBackend(Backend):
     ) -> Way:
         """Begins to send routes' rows, complete by a moment or now, to their experts."""
         if self.hooks:  # what they do is done later
-            routed, ready = self.hooks.run("before", "dispatch", routed, call), None
+            routed, ready = self._heard(routed, call, ("before", "dispatch")), None
         return self._ways.there(routed, counts, sizes, ready)
 
     def _rows_of_experts(self, way: Way, part: Part, call: Call) -> torch.Tensor:
-        """Returns the rows that experts compute with."""
+        """Returns the rows that experts compute with, as they have travelled."""
         rows = arrived(way, part)
         if self.hooks:
-            rows = self.hooks.run("after", "dispatch", rows, call)
-            rows = self.hooks.run("before", "experts", rows, call)
+            rows = self._heard(rows, call, ("after", "dispatch"), ("before", "experts"))
         return rows
+
+    def _heard(self, rows: torch.Tensor, call: Call, *stages: tuple[When, Stage]) -> torch.Tensor:
+        """Returns travelling rows after hooks, which see tokens and gradients as numbers."""
+        packed = self._precision if call.direction == "forward" else AS_GIVEN
+        rows = packed.unpack(rows)
+        for when, stage in stages:
+            rows = self.hooks.run(when, stage, rows, call)
+        return packed.pack(rows)
 
     def _combine(
         self,
@@ -572,8 +587,8 @@ class ScheduledBackend(SeparateBackend):
 
         Raises:
             ConfigError: The group's size is not ``config.num_ranks``, spare slots are asked for, or
-                the exchange needs several hosts of several ranks, GPUs of one host, or whole
-                experts.
+                the exchange needs several hosts of several ranks, GPUs of one host, whole experts,
+                or experts that are not in FP8.
             FlashMoEError: Rows are to be copied between GPUs that cannot write into each other's
                 memory.
         """
@@ -582,6 +597,11 @@ class ScheduledBackend(SeparateBackend):
             raise ConfigError(
                 f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
                 "another backend"
+            )
+        if options.exchange == "copies" and config.experts == "fp8":
+            raise ConfigError(
+                "exchange='copies' with experts='fp8', whose rows are bytes that no NaN can mark "
+                "where a copy has failed: wanted another exchange, or experts='bf16'"
             )
         ranks, traffic, tensor = ranks_of(config, group), TrafficCounters(), None
         if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:

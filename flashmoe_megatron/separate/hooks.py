@@ -56,8 +56,10 @@ class Hooks:
     | experts | the same rows | the experts' outputs, ``[rows, hidden]`` |
     | combine | the same outputs | tokens, ``[tokens, hidden]`` |
 
-    Rows are in the order of experts. The gate's hooks are called in forward alone, and after the
-    gate where that is the caller's. Gradients pass as though no hook had replaced anything.
+    Rows are in the order of experts. With experts in FP8 a hook sees dispatched tokens as numbers,
+    and tokens that it puts in their place are quantized. The gate's hooks are called in forward
+    alone, and after the gate where that is the caller's. Gradients pass as though no hook had
+    replaced anything.
     """
 
     def __init__(self) -> None:

@@ -40,10 +40,16 @@ class LayerPlace:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of a result's row, and of a gradient's."""
         return self.config.hidden * self.element_bytes
 
-    def padded_bytes(self, num_tokens: int, *, tile: int = 1) -> int:
+    def pulled_bytes(self, direction: Direction) -> int:
+        """Bytes of a row that comes to an expert."""
+        if direction == "backward":
+            return self.row_bytes
+        return self.config.dispatched_bytes(self.element_bytes)
+
+    def padded_bytes(self, num_tokens: int, direction: Direction, *, tile: int = 1) -> int:
         """Returns the bytes that this rank would have sent in one launch if it padded to capacity.
 
         They go to other ranks, in dispatch and combine. The capacity is rounded up to ``tile``.
@@ -53,7 +59,8 @@ class LayerPlace:
             num_tokens, config.topk, config.num_experts, self.capacity_factor
         )
         remote_experts = config.num_experts - config.num_local_experts
-        return 2 * remote_experts * align_capacity(capacity, tile) * self.row_bytes
+        both_ways = self.pulled_bytes(direction) + self.row_bytes
+        return remote_experts * align_capacity(capacity, tile) * both_ways
 
 
 @dataclass
@@ -118,11 +125,12 @@ class LaunchTotals:
 
     def _add_traffic(self, record: LaunchRecord, place: LayerPlace) -> None:
         self.counted_launches += 1
-        rows_sent = sum(record.rows_pulled) + sum(record.results_pushed)
-        rows_sent -= record.rows_pulled[place.rank] + record.results_pushed[place.rank]
-        self.sent_bytes += rows_sent * place.row_bytes
-        self.padded_bytes += place.padded_bytes(record.num_tokens)
-        self.aligned_bytes += place.padded_bytes(record.num_tokens, tile=TILE_M)
+        tokens, direction = record.num_tokens, record.direction
+        pulled = sum(record.rows_pulled) - record.rows_pulled[place.rank]
+        pushed = sum(record.results_pushed) - record.results_pushed[place.rank]
+        self.sent_bytes += pulled * place.pulled_bytes(direction) + pushed * place.row_bytes
+        self.padded_bytes += place.padded_bytes(tokens, direction)
+        self.aligned_bytes += place.padded_bytes(tokens, direction, tile=TILE_M)
         if record.direction == "forward" and record.rows_pulled[place.rank]:
             self.rows_fetched += sum(record.rows_pulled)
             self.rows_routed += record.num_rows
@@ -294,7 +302,7 @@ class Totals:
         for peer in range(len(record.rows_pulled)):
             if peer != place.rank:
                 pulled, pushed = record.rows_pulled[peer], record.results_pushed[peer]
-                self.bytes_pulled[peer][place.rank] += pulled * place.row_bytes
+                self.bytes_pulled[peer][place.rank] += pulled * place.pulled_bytes(record.direction)
                 self.bytes_pushed[place.rank][peer] += pushed * place.row_bytes
 
     def _add_placement(self, record: LaunchRecord, rank: int) -> None:

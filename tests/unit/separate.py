@@ -13,7 +13,7 @@ from flashmoe_megatron.oracle import assert_close, moe_reference
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import ExpertWeights
-from tests.unit import cases
+from tests.unit import cases, fp8
 
 NAMES = ("reference", "scheduled")
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-14, torch.bfloat16: 6e-3}
@@ -94,7 +94,8 @@ def oracle(config: MoEConfig, inputs: cases.Inputs) -> list[Found]:
         for weights in (inputs.fc1, inputs.fc2)
     )
     routing_map = torch.cat(inputs.routing_map)
-    out = moe_reference(x, probs, routing_map, fc1, fc2, **cases.form_of(config))
+    layer = fp8.moe_in_fp8 if config.experts == "fp8" else moe_reference
+    out = layer(x, probs, routing_map, fc1, fc2, **cases.form_of(config))
     leaves = (x, probs, *fc1, *fc2)
     grads = torch.autograd.grad(
         out, leaves, torch.cat(inputs.grad_out).double(), materialize_grads=True

@@ -1,0 +1,70 @@
+"""Operands of experts, as they are given or in blockwise FP8.
+
+In FP8 tokens are quantized by the rank that sends them, and travel and are kept as bytes. Each call
+quantizes the weights again, so that no quantized weight is ever older than its parameter. Values
+are read back for the products, which are in bfloat16 with sums in float32: these have the numbers
+of products in FP8, at the speed of bfloat16's. The backward takes the same operands, as Transformer
+Engine's ``backward_override="dequantized"`` does.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from flashmoe_megatron.blockwise import ROW, SQUARE, dequantize, pack, quantize, rounded, unpack
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.weights import ExpertWeights
+
+
+class Precision:
+    """Operands as they are given."""
+
+    def pack(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns what travels and is kept of tokens ``[rows, hidden]``, one row for each."""
+        return tokens
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the tokens of :meth:`pack`, as experts compute with them."""
+        return rows
+
+    def activation(self, weighted: torch.Tensor) -> torch.Tensor:
+        """Returns weighted activations ``[rows, intermediate]`` as the second product has them."""
+        return weighted
+
+    def weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Returns the experts' matrices as products have them."""
+        return weights
+
+
+AS_GIVEN = Precision()
+
+
+class Blockwise(Precision):
+    """Operands in FP8 with a scale for each block; all are bfloat16 before and after."""
+
+    def __init__(self, hidden: int) -> None:
+        self._hidden = hidden
+
+    def pack(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See the base class; values and scales of a row lie side by side, as bytes."""
+        return pack(quantize(tokens, ROW))
+
+    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return dequantize(unpack(rows, self._hidden), torch.bfloat16)
+
+    def activation(self, weighted: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return rounded(weighted, ROW, torch.bfloat16)
+
+    def weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """See the base class; an expert's gate and up projections have no block in common."""
+        fc1, fc2 = (
+            tuple(rounded(one, SQUARE) for one in kind) for kind in (weights.fc1, weights.fc2)
+        )
+        return replace(weights, fc1=fc1, fc2=fc2)
+
+
+def precision_of(config: MoEConfig) -> Precision:
+    """Returns what the layer's experts compute with."""
+    return Blockwise(config.hidden) if config.experts == "fp8" else AS_GIVEN

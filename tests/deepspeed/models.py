@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -190,11 +191,31 @@ class SharedExpert(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Preset(NamedTuple):
+    """How the blocks of one of AutoEP's presets differ from each other."""
+
+    shared: str = ""  # its shared expert's name
+    gated_shared: bool = False
+    biased: bool = False  # experts are chosen with a bias
+    groups: int | None = None
+    scale: float | None = None
+    limit: float | None = None
+
+
+PRESETS = {
+    "mixtral": Preset(),
+    "qwen3_moe": Preset(),
+    "qwen3_5_moe": Preset(shared="shared_expert", gated_shared=True),
+    "deepseek_v3": Preset(shared="shared_experts", biased=True, groups=2, scale=1.5),
+    "minimax_m3": Preset(shared="shared_experts", biased=True, scale=2.0, limit=7.0),
+}
+
+
 class AutoEPModel(nn.Module):
     """A model in which AutoEP finds MoE blocks by its presets.
 
     Args:
-        preset: "mixtral", "qwen3_moe" or "deepseek_v3".
+        preset: A key of :data:`PRESETS`.
         num_layers: Blocks.
         num_experts: Experts of each block.
         topk: Experts of a token.
@@ -216,6 +237,7 @@ class AutoEPModel(nn.Module):
         super().__init__()
         self.checkpointing = checkpointing
         self.reentrant = reentrant
+        kind = PRESETS[preset]
         self.config = SimpleNamespace(
             num_local_experts=num_experts,
             num_experts=num_experts,
@@ -223,9 +245,9 @@ class AutoEPModel(nn.Module):
             num_experts_per_tok=topk,
             hidden_size=HIDDEN,
             norm_topk_prob=True,
-            routed_scaling_factor=1.5 if preset == "deepseek_v3" else None,
-            n_group=2 if preset == "deepseek_v3" else None,
-            topk_group=1 if preset == "deepseek_v3" else None,
+            routed_scaling_factor=kind.scale,
+            n_group=kind.groups,
+            topk_group=kind.groups and 1,
         )
         self.model = nn.Module()
         self.model.layers = nn.ModuleList()
@@ -234,9 +256,12 @@ class AutoEPModel(nn.Module):
             layer.dense = nn.Linear(HIDDEN, HIDDEN)
             layer.mlp = nn.Module()
             layer.mlp.gate = nn.Linear(HIDDEN, num_experts, bias=False)
-            layer.mlp.experts = StackedExperts(num_experts, limit)
-            if preset == "deepseek_v3":
-                layer.mlp.shared_experts = SharedExpert()
+            layer.mlp.experts = StackedExperts(num_experts, limit or kind.limit)
+            if kind.shared:
+                layer.mlp.add_module(kind.shared, SharedExpert())
+            if kind.gated_shared:
+                layer.mlp.shared_expert_gate = nn.Linear(HIDDEN, 1, bias=False)
+            if kind.biased:
                 layer.mlp.gate.register_buffer(
                     "e_score_correction_bias", torch.linspace(-0.1, 0.1, num_experts)
                 )
@@ -252,5 +277,6 @@ class AutoEPModel(nn.Module):
                 if self.checkpointing
                 else layer.mlp(x)
             )
-            x = x + out.view(x.shape)
+            # Qwen3.5's blocks return the router's logits, too.
+            x = x + (out[0] if isinstance(out, tuple) else out).view(x.shape)
         return squared_error(self.head(x[0]), y)

@@ -80,6 +80,8 @@ TWO_RANKS = {
     "autoep_checkpointing": Case(**autoep(checkpointing=True), zero=2),
     "autoep_qwen3": Case(**autoep(preset="qwen3_moe", num_experts=8, topk=4), zero=1),
     "autoep_deepseek": Case(**autoep(preset="deepseek_v3", num_experts=8, topk=3), zero=2),
+    "autoep_qwen3_5": Case(**autoep(preset="qwen3_5_moe", num_experts=8, topk=4), zero=2),
+    "autoep_minimax_m3": Case(**autoep(preset="minimax_m3", num_experts=8, topk=4), zero=1),
     "autoep_ep1": Case(**autoep(), ep_size=1, zero=1),
     "autoep_rank_without_tokens": Case(**autoep(), tokens=(0, 24), zero=2),
 }

@@ -1,6 +1,7 @@
 """Names what makes the tables of pages."""
 
 from tools.tables.cards import all_cards, cards
+from tools.tables.expert_classes import expert_classes
 from tools.tables.layers import layers
 from tools.tables.links import flexlink
 from tools.tables.marks import Maker
@@ -15,6 +16,7 @@ MAKERS: dict[str, Maker] = {
     "cards": cards,
     "degrees": degrees,
     "evened": evened,
+    "expert_classes": expert_classes,
     "flexlink": flexlink,
     "gathers": gathers,
     "hosts_cost": hosts_cost,

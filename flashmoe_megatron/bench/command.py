@@ -6,7 +6,8 @@
 
 The layer is a model's, by its config.json of transformers or by the flags of Megatron's script, or
 has the sizes TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK. Tokens are those of one rank. Experts have
-SwiGLU where they are gated, else GELU, without biases; shared experts and the router are not
+the model's function, clamp, offset of the up rows and biases, as GPT-OSS's have all of them; those
+of sizes have SwiGLU where they are gated, else GELU. Shared experts and the router are not
 measured. All implementations get the same random tokens, weights and routing, in bfloat16.
 
 First every result, forward and backward, is compared with float32's, which are computed expert by
@@ -39,8 +40,9 @@ from flashmoe_megatron.bench.described import (
     from_text,
 )
 from flashmoe_megatron.bench.machine import machine_here
-from flashmoe_megatron.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.shapes import SHAPES, Form, Shape
 from flashmoe_megatron.bench.timer import everyone
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.measured.start import join
 from flashmoe_megatron.options import BackendOptions
@@ -55,6 +57,15 @@ LABELS: dict[Kind, str] = {
     "reference": "the REFERENCE on a CPU: it tries the command and tells nothing about a GPU",
 }
 """The backend that is measured, for a reader."""
+FUNCTIONS = {
+    Activation.SILU: ("SiLU", "SwiGLU"),
+    Activation.GELU: ("GELU", "GEGLU"),
+    Activation.GELU_TANH: ("GELU by tanh", "GEGLU by tanh"),
+    Activation.RELU: ("ReLU", "ReGLU"),
+    Activation.SQUARED_RELU: ("squared ReLU", "gated squared ReLU"),
+    Activation.QUICK_GELU: ("quick GELU", "quick GEGLU"),
+}
+"""The experts' function for a reader, without a gate and with one."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -145,7 +156,7 @@ def shape_here(found: Described, one_of: int | None, num_ranks: int) -> Shape:
             raise ConfigError(f"--one-of {one_of}: wanted at least 1")
         share = one_of
     shape = found.shape.one_of(share)
-    shape.config(num_ranks)  # refuses what is not served
+    shape.config(num_ranks, found.form)  # refuses what is not served
     return shape
 
 
@@ -168,11 +179,20 @@ def check_picture(path: Path) -> None:
 
 def sizes(shape: Shape) -> str:
     """Returns a layer's sizes in words."""
-    function = "SwiGLU" if shape.gated else "GELU"
     return (
         f"{shape.tokens} tokens a rank, hidden {shape.hidden}, intermediate {shape.intermediate}, "
-        f"{shape.num_experts} experts, top-{shape.topk}, {function}"
+        f"{shape.num_experts} experts, top-{shape.topk}"
     )
+
+
+def experts(form: Form, *, gated: bool) -> str:
+    """Returns in words what experts compute besides products."""
+    words = [FUNCTIONS[form.activation][gated]]
+    if form.clamp_value is not None:
+        words.append(f"clamped at {form.clamp_value:g}")
+    if form.linear_offset:
+        words.append(f"{form.linear_offset:g} added to up rows")
+    return ", ".join([*words, "biases"] if form.has_bias else words)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -200,7 +220,10 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write("\n".join(about) + "\n\n")
         sys.stdout.flush()
     rows = []
-    for row in measure.rows_of(shape, num_ranks, kind, options.row_bound, options.others):
+    measured = measure.rows_of(
+        shape, found.form, num_ranks, kind, options.row_bound, options.others
+    )
+    for row in measured:
         rows.append(row)
         if says and sys.stderr.isatty():
             sys.stderr.write(f"measured: {row.name}\n")
@@ -232,10 +255,12 @@ def _about(
     """Returns the lines above the table and the picture."""
     share = found.shape.num_experts // asked.num_experts
     of = f", one of {share} ranks' experts" if share > 1 else ""
-    lines = [f"{found.origin}{of}: {sizes(asked)}"]
-    timed = ("SwiGLU", "silu", "swish", "swiglu") if shape.gated else ("GELU", "gelu")
-    if found.activation and found.activation not in timed:
-        lines.append(f"its experts compute {found.activation}, they are timed with {timed[0]}")
+    lines = [
+        f"{found.origin}{of}: {sizes(asked)}",
+        f"experts: {experts(found.form, gated=shape.gated)}",
+    ]
+    if found.not_timed:
+        lines[-1] += f"; not timed: {found.not_timed}"
     if shape != asked:
         lines.append(f"made small for a CPU: {sizes(shape)}")
     return (*lines, LABELS[kind], _machine(num_ranks))
@@ -257,6 +282,8 @@ def _record(
         "is_reference": kind == "reference",
         "origin": found.origin,
         "layer": vars(shape),
+        "experts": vars(found.form),
+        "not_timed": found.not_timed,
         "rows": table.record(rows, shape),
         "seconds": round(seconds, 1),
     }

@@ -29,6 +29,8 @@ class LayerResults:
         grad_probs: ``[tokens, num_experts]``.
         grad_fc1: ``[fc1_rows, hidden]`` per local expert.
         grad_fc2: ``[hidden, intermediate]`` per local expert.
+        grad_fc1_bias: ``[fc1_rows]`` per local expert, ``None`` without biases.
+        grad_fc2_bias: ``[hidden]`` per local expert, likewise.
     """
 
     out: torch.Tensor
@@ -36,6 +38,8 @@ class LayerResults:
     grad_probs: torch.Tensor | None = None
     grad_fc1: list[torch.Tensor] | None = None
     grad_fc2: list[torch.Tensor] | None = None
+    grad_fc1_bias: list[torch.Tensor] | None = None
+    grad_fc2_bias: list[torch.Tensor] | None = None
 
 
 def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
@@ -55,11 +59,14 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
     results = {name: result for name, result in vars(got).items() if result is not None}
     sums = {name: _no_errors(x.device) for name in results}
     first = dist.get_rank() * config.num_local_experts if config.num_ranks > 1 else 0
+    weights = problem.weights
+    kinds = [kind for kind in ("fc1", "fc2", "fc1_bias", "fc2_bias") if getattr(weights, kind)]
     for local in range(config.num_local_experts):
         expert = slice(first + local, first + local + 1)
+        own = (getattr(weights, kind)[local] for kind in kinds)
         result, *grads = expert_results(
             config,
-            (x, probs[:, expert], problem.weights.fc1[local], problem.weights.fc2[local]),
+            (x, probs[:, expert], *own),
             routing_map[:, expert],
             grad_out,
             torch.float32,
@@ -67,7 +74,7 @@ def relative_errors(problem: Problem, got: LayerResults) -> dict[str, float]:
         out += result
         grad_x += grads[0]
         grad_probs[:, expert] = grads[1]
-        for name, grad in (("grad_fc1", grads[2]), ("grad_fc2", grads[3])):
+        for name, grad in zip((f"grad_{kind}" for kind in kinds), grads[2:], strict=True):
             if name in results:
                 _add_errors(sums[name], results[name][local], grad)
     for name, total in (("out", out), ("grad_x", grad_x), ("grad_probs", grad_probs)):
@@ -120,11 +127,20 @@ def expert_results(
 ) -> tuple[torch.Tensor, ...]:
     """One expert's part of the output, by the oracle in ``dtype``, and gradients of ``inputs``.
 
-    These are tokens, their probabilities ``[num_tokens, 1]``, and the expert's two weights.
+    These are tokens, their probabilities ``[num_tokens, 1]``, the expert's two weights and, if it
+    has any, their two biases.
     """
     leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in inputs]
-    x, prob, fc1, fc2 = leaves
-    how = {"activation": config.activation, "gated": config.gated, "dtype": dtype}
+    x, prob, fc1, fc2, *biases = leaves
+    how = {
+        "activation": config.activation,
+        "gated": config.gated,
+        "clamp_value": config.clamp_value,
+        "linear_offset": config.linear_offset,
+        "fc1_bias": biases[:1],
+        "fc2_bias": biases[1:],
+        "dtype": dtype,
+    }
     out = moe_reference(x, prob, chosen, [fc1], [fc2], **how)  # type: ignore[arg-type]
     grads = torch.autograd.grad(out, leaves, grad_out.to(dtype), materialize_grads=True)
     return out.detach(), *grads

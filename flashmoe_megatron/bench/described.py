@@ -3,11 +3,13 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashmoe_megatron.adapters.megatron.shape import tokens_per_rank
-from flashmoe_megatron.bench.shapes import Shape, shape_of
+from flashmoe_megatron.bench.shapes import Form, Shape, shape_of
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
 
 TOKENS = 8192
@@ -48,6 +50,21 @@ _WITHIN = ("text_config", "llm_config", "language_config", "thinker_config", "ff
 _NOT_GATED = ("relu2", "squared_relu")
 """The activations of experts that are published without a gate."""
 _MODELS_NOT_GATED = ("switch_transformers", "nllb-moe")
+_FUNCTIONS = {
+    **dict.fromkeys(("silu", "swish", "swiglu"), Activation.SILU),
+    "gelu": Activation.GELU,
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), Activation.GELU_TANH),
+    "relu": Activation.RELU,
+    **dict.fromkeys(_NOT_GATED, Activation.SQUARED_RELU),
+    **dict.fromkeys(("quick_gelu", "quick_geglu"), Activation.QUICK_GELU),
+}
+"""The activations by their names in models and in Megatron's flags."""
+_OF_GPT_OSS = {"gpt_oss": 7.0, "openai_privacy_filter": 7.0}
+"""Models with GPT-OSS's experts, which a config.json does not describe, and their usual clamp."""
+_SLOPE_OF_GPT_OSS = 1.702
+"""The ``swiglu_alpha`` of other models that compute ``quick_gelu(gate) * (up + 1)``."""
+_NOT_TIMED = {"swiglu_limits": "clamps that differ between layers"}
+"""Keys that give experts something which no layer here does, and its name."""
 
 
 class Described(NamedTuple):
@@ -56,13 +73,15 @@ class Described(NamedTuple):
     Attributes:
         shape: The layer of the whole expert-parallel group.
         origin: Names it for a reader.
-        activation: The name of its experts' function, "" where it is not known.
+        form: What its experts compute besides products.
+        not_timed: What they do besides that no layer here does, "" if nothing is known.
         num_ranks: The ranks that share the experts in the described training, 1 if it is not known.
     """
 
     shape: Shape
     origin: str
-    activation: str = ""
+    form: Form
+    not_timed: str = ""
     num_ranks: int = 1
 
 
@@ -105,7 +124,25 @@ def from_config(path: Path, *, tokens: int = TOKENS, gated: bool | None = None) 
     ]
     hidden, intermediate, num_experts, topk = sizes
     shape = Shape(tokens, hidden, intermediate, num_experts, topk, gated)
-    return Described(shape, f"{model} of {path.name}", activation)
+    form, not_timed = _form(known, model, activation, gated)
+    return Described(shape, f"{model} of {path.name}", form, not_timed)
+
+
+def _form(keys: Mapping[str, Any], model: str, activation: str, gated: bool) -> tuple[Form, str]:
+    """Returns what a model's experts compute besides products, and what is left out of it."""
+    clamp = keys.get("swiglu_limit") or _OF_GPT_OSS.get(model)
+    not_timed = [words for key, words in _NOT_TIMED.items() if keys.get(key)]
+    if gated and (model in _OF_GPT_OSS or keys.get("swiglu_alpha") == _SLOPE_OF_GPT_OSS):
+        form = Form(Activation.QUICK_GELU, clamp, 1.0, has_bias=model in _OF_GPT_OSS)
+        return form, ", ".join(not_timed)
+    form = Form.plain(gated)
+    if activation in _FUNCTIONS:
+        form = replace(form, activation=_FUNCTIONS[activation])
+    elif activation:
+        not_timed.append(f"the function {activation}")
+    if gated and clamp:
+        form = replace(form, clamp_value=clamp)
+    return form, ", ".join(not_timed)
 
 
 def _first(keys: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -144,8 +181,11 @@ def from_megatron(arguments: Sequence[str], *, tokens: int | None = None) -> Des
     )
     for name in sizes:
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--sequence-parallel", action="store_true")
-    for name in ("swiglu", "quick-geglu", "squared-relu"):
+    for name in ("activation-func-clamp-value", "glu-linear-offset"):
+        parser.add_argument(f"--{name}", type=float)
+    for name in (
+        *("sequence-parallel", "swiglu", "quick-geglu", "squared-relu", "disable-bias-linear"),
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     try:
         given, _ = parser.parse_known_args(list(arguments))
@@ -183,8 +223,14 @@ def from_megatron(arguments: Sequence[str], *, tokens: int | None = None) -> Des
         given.moe_router_topk or 2,  # Megatron's own default
         activation in ("swiglu", "quick_geglu"),
     )
+    form = Form(
+        _FUNCTIONS[activation],
+        given.activation_func_clamp_value,
+        given.glu_linear_offset or 0.0,
+        has_bias=not given.disable_bias_linear,
+    )
     ranks = given.expert_model_parallel_size or 1
-    return Described(shape, "Megatron's flags", activation, ranks)
+    return Described(shape, "Megatron's flags", form, num_ranks=ranks)
 
 
 def from_text(text: str, *, gated: bool = False) -> Described:
@@ -194,6 +240,7 @@ def from_text(text: str, *, gated: bool = False) -> Described:
         ConfigError: There is no such layer.
     """
     try:
-        return Described(shape_of(text, gated=gated), text)
+        shape = shape_of(text, gated=gated)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    return Described(shape, text, Form.plain(shape.gated))

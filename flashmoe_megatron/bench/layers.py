@@ -8,15 +8,17 @@ import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.bench.correctness import LayerResults
-from flashmoe_megatron.bench.problem import Problem
+from flashmoe_megatron.bench.problem import Problem, parameters_of
 from flashmoe_megatron.bench.unfused import GroupedWeights, unfused_layer
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.weights import MATRIX, ExpertWeights, unstacked
+from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, unstacked
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
+KINDS = {"fc1": MATRIX, "fc2": MATRIX, "fc1_bias": VECTOR, "fc2_bias": VECTOR}
+"""The kinds of experts' parameters, and the dimensions of one expert's."""
 
 
 class FusedLayer:
@@ -32,11 +34,12 @@ class FusedLayer:
         self.weights = problem.weights
         # Products of separate kernels take all experts at once.
         if isinstance(backend, ScheduledBackend) or not use_main_grad:
-            fc1, fc2 = (
-                (torch.stack([one.detach() for one in each]).requires_grad_(),)
-                for each in (problem.weights.fc1, problem.weights.fc2)
-            )
-            self.weights = ExpertWeights(fc1, fc2)
+            stacks: dict[str, Any] = {
+                kind: (torch.stack([one.detach() for one in each]).requires_grad_(),)
+                for kind in KINDS
+                if (each := getattr(problem.weights, kind))
+            }
+            self.weights = ExpertWeights(**stacks)
         self.backend = backend
         self.use_main_grad = use_main_grad
         if use_main_grad:
@@ -47,8 +50,8 @@ class FusedLayer:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """All local weights, fc1's first."""
-        return (*self.weights.fc1, *self.weights.fc2)
+        """All local weights, fc1's first, and after them the biases if there are any."""
+        return parameters_of(self.weights)
 
     def __call__(self) -> torch.Tensor:
         """One forward."""
@@ -74,15 +77,12 @@ class FusedLayer:
         name = "main_grad" if self.use_main_grad else "grad"
         assert problem.x.grad is not None
         assert problem.probs.grad is not None
-        return LayerResults(
-            out,
-            problem.x.grad,
-            problem.probs.grad,
-            *(
-                list(unstacked([getattr(weight, name) for weight in each], MATRIX))
-                for each in (self.weights.fc1, self.weights.fc2)
-            ),
-        )
+        grads = {
+            f"grad_{kind}": list(unstacked([getattr(one, name) for one in each], num_dims))
+            for kind, num_dims in KINDS.items()
+            if (each := getattr(self.weights, kind))
+        }
+        return LayerResults(out, problem.x.grad, problem.probs.grad, **grads)
 
 
 def kernel_layer(problem: Problem, *, use_main_grad: bool = True, **options: Any) -> FusedLayer:
@@ -107,7 +107,7 @@ class UnfusedLayer:
         self.problem = problem
         self.weights = GroupedWeights.of(problem)
         self.main_grads = (
-            [torch.zeros_like(w, dtype=torch.float32) for w in vars(self.weights).values()]
+            [torch.zeros_like(w, dtype=torch.float32) for w in self.weights.kinds.values()]
             if use_main_grad
             else []
         )
@@ -118,7 +118,7 @@ class UnfusedLayer:
 
     def forward_and_backward(self) -> torch.Tensor:
         """One of each."""
-        parameters = list(vars(self.weights).values())
+        parameters = list(self.weights.kinds.values())
         leaves = (self.problem.x, self.problem.topk_weight, *parameters)
         out = self.problem.differentiate(self, leaves)
         for main_grad, parameter in zip(self.main_grads, parameters, strict=False):
@@ -135,9 +135,13 @@ class UnfusedLayer:
         assert problem.topk_weight.grad is not None
         grad_probs = torch.zeros_like(problem.probs)
         grad_probs.scatter_(1, problem.topk_idx, problem.topk_weight.grad)
-        grads = self.main_grads or [weight.grad for weight in vars(self.weights).values()]
-        shares = (list(grad.transpose(1, 2)) for grad in grads)
-        return LayerResults(out, problem.x.grad, grad_probs, *shares)
+        kinds = self.weights.kinds
+        grads = self.main_grads or [weight.grad for weight in kinds.values()]
+        shares = {
+            f"grad_{kind}": list(grad if KINDS[kind] == VECTOR else grad.transpose(1, 2))
+            for kind, grad in zip(kinds, grads, strict=True)
+        }
+        return LayerResults(out, problem.x.grad, grad_probs, **shares)
 
 
 def without_grad(call: Callable[[], T]) -> Callable[[], T]:

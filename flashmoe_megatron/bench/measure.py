@@ -14,7 +14,7 @@ from flashmoe_megatron.bench.correctness import GATE, relative_errors, worst_of
 from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer, kernel_layer, without_grad
 from flashmoe_megatron.bench.megatron_layer import MegatronLayer
 from flashmoe_megatron.bench.problem import Problem, make_problem
-from flashmoe_megatron.bench.shapes import Shape
+from flashmoe_megatron.bench.shapes import Form, Shape
 from flashmoe_megatron.bench.timer import Timer, Timing, everyone
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError, DeviceError
@@ -129,18 +129,24 @@ def check_peers(num_ranks: int) -> None:
 
 
 def rows_of(
-    shape: Shape, num_ranks: int, kind: Kind, row_bound: float | None, others: list[str]
+    shape: Shape,
+    form: Form,
+    num_ranks: int,
+    kind: Kind,
+    row_bound: float | None,
+    others: list[str],
 ) -> Iterator[Row]:
     """Measures all implementations, the first one's rows first. Collective over the ranks.
 
     Args:
         shape: The layer; a CPU should get a :func:`small` one.
+        form: What its experts compute besides products.
         num_ranks: The ranks of the default group, 1 without it.
         kind: The backend of our layer.
         row_bound: The bound of its rows, ``None`` for exact buffers.
         others: Names from ``OTHERS``.
     """
-    problem = make_problem(shape, num_ranks)
+    problem = make_problem(shape, num_ranks, form=form)
     chosen = choose_keep("auto", problem.config)
     for keep in KEEPS:
         make = partial(
@@ -221,6 +227,15 @@ def _forget() -> None:
 
 
 def _megatron(problem: Problem) -> MegatronLayer:
+    config = problem.config
+    form = Form(
+        config.activation,
+        config.clamp_value,
+        config.linear_offset,
+        has_bias=bool(problem.weights.fc1_bias),
+    )
+    if form != Form.plain(config.gated):
+        raise ImportError("it is measured with SwiGLU or GELU, without clamp, offset and biases")
     if not problem.x.is_cuda:
         raise ImportError("its grouped products are Transformer Engine's, which needs a GPU")
     import transformer_engine.pytorch  # noqa: F401 - before a group is made for nothing

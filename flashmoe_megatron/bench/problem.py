@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.bench.shapes import Shape
+from flashmoe_megatron.bench.shapes import Form, Shape
 from flashmoe_megatron.bench.stopwatch import device_here
 from flashmoe_megatron.bench.timer import everyone
 from flashmoe_megatron.config import MoEConfig
@@ -67,8 +67,8 @@ class Problem:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, ...]:
-        """All local weights, fc1's first."""
-        return (*self.weights.fc1, *self.weights.fc2)
+        """All local weights, fc1's first, and after them the biases if there are any."""
+        return parameters_of(self.weights)
 
     def remote_rows(self) -> float:
         """Rows that a rank has to send at least, one per token and other rank; the mean of ranks.
@@ -96,6 +96,11 @@ class Problem:
         ranks = everyone() if config.num_ranks > 1 else Ranks(None)
         rows = [sum(of_rank) for of_rank in zip(*ranks.gather(counts), strict=True)]
         return float(max(rows) * len(rows) / sum(rows))
+
+
+def parameters_of(weights: ExpertWeights) -> tuple[torch.Tensor, ...]:
+    """Returns all weights, fc1's first, and after them the biases if there are any."""
+    return (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,7 @@ def make_problem(
     device: torch.device | None = None,
     router: Router | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    form: Form | None = None,
 ) -> Problem:
     """Random tokens, weights and routing, others on every rank and the same in every run.
 
@@ -145,6 +151,7 @@ def make_problem(
             not given.
         router: How experts are chosen; uniformly if not given.
         dtype: Tokens and weights have it.
+        form: What experts compute besides products; plain if not given.
     """
     device = device or device_here()
     rank = dist.get_rank() if num_ranks > 1 else 0
@@ -154,8 +161,13 @@ def make_problem(
         values = torch.empty(size, dtype=dtype, device=device)
         return values.normal_(std=scale, generator=g)
 
-    config = shape.config(num_ranks)
+    config = shape.config(num_ranks, form)
     local = config.num_local_experts
+
+    def biases(width: int) -> tuple[torch.Tensor, ...]:
+        count = local if form is not None and form.has_bias else 0
+        return tuple(random(width, scale=0.5).requires_grad_() for _ in range(count))
+
     noise = torch.rand(shape.tokens, shape.num_experts, device=device, generator=g)
     popularity = (router or Router()).weights(config, rank, device)
     scores = -(-noise.clamp(1e-9, 1 - 1e-7).log()).log() + popularity.log()
@@ -178,5 +190,7 @@ def make_problem(
         weights=ExpertWeights(
             tuple(weight.requires_grad_() for weight in fc1),
             tuple(weight.requires_grad_() for weight in fc2),
+            fc1_bias=biases(config.fc1_rows),
+            fc2_bias=biases(shape.hidden),
         ),
     )

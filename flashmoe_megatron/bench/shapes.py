@@ -7,6 +7,29 @@ from flashmoe_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Form:
+    """The experts' work besides their two products.
+
+    Attributes:
+        activation: Applied to the first product, or to its gate half.
+        clamp_value: Bounds what a gated activation reads, as in
+            :class:`~flashmoe_megatron.config.MoEConfig`; ``None`` if nothing does.
+        linear_offset: Added to the rows that the gate multiplies.
+        has_bias: Both products have a bias.
+    """
+
+    activation: Activation
+    clamp_value: float | None = None
+    linear_offset: float = 0.0
+    has_bias: bool = False
+
+    @classmethod
+    def plain(cls, gated: bool) -> "Form":
+        """Returns SwiGLU if gated, else GELU, without anything else."""
+        return cls(Activation.SILU if gated else Activation.GELU)
+
+
+@dataclass(frozen=True)
 class Shape:
     """One layer, as its expert-parallel group sees it.
 
@@ -16,7 +39,8 @@ class Shape:
         intermediate: FFN width of one expert.
         num_experts: Experts of the whole group.
         topk: Experts that each token selects.
-        gated: SwiGLU if true, else GELU.
+        gated: Experts have a gate: SwiGLU if they have, else GELU, unless a :class:`Form` says
+            another function.
     """
 
     tokens: int
@@ -36,17 +60,20 @@ class Shape:
         """The numbers of one expert's weights."""
         return (3 if self.gated else 2) * self.hidden * self.intermediate
 
-    def config(self, num_ranks: int) -> MoEConfig:
-        """The layer on this many ranks."""
+    def config(self, num_ranks: int, form: Form | None = None) -> MoEConfig:
+        """The layer on this many ranks, of the plain form unless another is given."""
+        form = form or Form.plain(self.gated)
         return MoEConfig(
             hidden=self.hidden,
             intermediate=self.intermediate,
             num_experts=self.num_experts,
             topk=self.topk,
-            activation=Activation.SILU if self.gated else Activation.GELU,
+            activation=form.activation,
             gated=self.gated,
             num_ranks=num_ranks,
             max_tokens=self.tokens,
+            clamp_value=form.clamp_value,
+            linear_offset=form.linear_offset,
         )
 
     def one_of(self, num_ranks: int) -> "Shape":

@@ -5,7 +5,9 @@ all-to-all back, and the weighted sum of each token's rows. This is what an all-
 with grouped experts does; the host waits once, for the numbers of rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +15,33 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from flashmoe_megatron.bench.problem import Problem
+from flashmoe_megatron.config import Activation, MoEConfig
+
+FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.RELU: F.relu,
+    Activation.SQUARED_RELU: lambda rows: F.relu(rows).square(),
+    Activation.QUICK_GELU: lambda rows: rows * torch.sigmoid(1.702 * rows),
+}
 
 
 @dataclass
 class GroupedWeights:
-    """All local experts in two tensors, as torch's grouped GEMM takes them.
+    """All local experts in two tensors, as torch's grouped GEMM takes them, and their biases.
 
     Attributes:
         fc1: ``[local experts, hidden, fc1_rows]``.
         fc2: ``[local experts, intermediate, hidden]``.
+        fc1_bias: ``[local experts, fc1_rows]``, ``None`` if experts have none.
+        fc2_bias: ``[local experts, hidden]``, likewise.
     """
 
     fc1: torch.Tensor
     fc2: torch.Tensor
+    fc1_bias: torch.Tensor | None = None
+    fc2_bias: torch.Tensor | None = None
 
     @staticmethod
     def of(problem: Problem) -> "GroupedWeights":
@@ -34,7 +50,16 @@ class GroupedWeights:
             torch.stack([weight.detach().t() for weight in weights]).contiguous().requires_grad_()
             for weights in (problem.weights.fc1, problem.weights.fc2)
         )
-        return GroupedWeights(fc1, fc2)
+        biases = (
+            torch.stack([bias.detach() for bias in each]).requires_grad_() if each else None
+            for each in (problem.weights.fc1_bias, problem.weights.fc2_bias)
+        )
+        return GroupedWeights(fc1, fc2, *biases)
+
+    @property
+    def kinds(self) -> dict[str, Any]:
+        """The parameters that there are, by name."""
+        return {name: one for name, one in vars(self).items() if one is not None}
 
 
 class _Permute(torch.autograd.Function):
@@ -74,6 +99,25 @@ def _exchange(rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.
     received = rows.new_empty(sum(receive), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), receive, send)
     return received
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds to every row its expert's bias, whose gradient is summed in float32 by one product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, biases: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ends)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        return rows + biases.repeat_interleave(counts, dim=0, output_size=rows.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (ends,) = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        ones = grad.new_ones(8, grad.shape[0])  # as few as grouped products take
+        return grad, torch._grouped_mm(ones, grad, offs=ends)[:, 0], None
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -137,16 +181,26 @@ def dispatch(problem: Problem) -> Dispatched:
 
 
 def experts(
-    rows: torch.Tensor, ends: torch.Tensor, weights: GroupedWeights, *, gated: bool
+    rows: torch.Tensor, ends: torch.Tensor, weights: GroupedWeights, config: MoEConfig
 ) -> torch.Tensor:
     """The local experts alone, without any communication."""
+    function = FUNCTIONS[config.activation]
     projected = torch._grouped_mm(rows, weights.fc1, offs=ends)
-    if gated:
+    if weights.fc1_bias is not None:
+        projected = _AddBias.apply(projected, weights.fc1_bias, ends)  # type: ignore[no-untyped-call]
+    if config.gated:
         gate, up = projected.chunk(2, dim=1)
-        activated = F.silu(gate) * up
+        if config.clamp_value is not None:
+            gate = gate.clamp(max=config.clamp_value)
+            up = up.clamp(-config.clamp_value, config.clamp_value)
+        if config.linear_offset:
+            up = up + config.linear_offset
+        activated = function(gate) * up
     else:
-        activated = F.gelu(projected)
+        activated = function(projected)
     result: torch.Tensor = torch._grouped_mm(activated, weights.fc2, offs=ends)
+    if weights.fc2_bias is not None:
+        result = _AddBias.apply(result, weights.fc2_bias, ends)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -157,7 +211,7 @@ def unfused_layer(problem: Problem, weights: GroupedWeights) -> torch.Tensor:
         ``[tokens, hidden]`` bf16.
     """
     there = dispatch(problem)
-    rows = experts(there.rows, there.ends, weights, gated=problem.config.gated)
+    rows = experts(there.rows, there.ends, weights, problem.config)
     if there.send:
         rows = _Permute.apply(  # type: ignore[no-untyped-call]
             rows, there.ungroup, there.regroup, 1

@@ -10,22 +10,14 @@ from flashmoe_megatron.bench import command
 from flashmoe_megatron.bench.correctness import GATE
 from flashmoe_megatron.bench.shapes import SHAPES
 from flashmoe_megatron.planner import kept_bytes
+from tests.published import CONFIGS, GPT_OSS
 
 pytestmark = pytest.mark.gpu
-CONFIG = {
-    "model_type": "qwen3_moe",
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
 
 
 def test_a_published_layer_on_the_kernel(tmp_path: Path, capsys) -> None:
     config, picture = tmp_path / "config.json", tmp_path / "bench.png"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(CONFIGS["qwen3-30b-a3b"][0]))
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     drawn = ["--picture", str(picture)] if has_matplotlib else []
     assert command.main(["--config", str(config), "--others", "torch", "--json", *drawn]) == 0
@@ -42,6 +34,17 @@ def test_a_published_layer_on_the_kernel(tmp_path: Path, capsys) -> None:
     assert planned <= every["kept"] < 1.25 * planned
     assert none["kept"] < some["kept"] < every["kept"] < torchs["kept"]
     assert picture.exists() == has_matplotlib
+
+
+def test_gpt_oss_on_the_kernel(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS["gpt-oss-20b"][0]))
+    assert command.main(["--config", str(config), "--others", "torch", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["backend"], found["experts"]) == ("kernel", vars(GPT_OSS))
+    for row in found["rows"]:
+        assert row["error"] <= GATE
+        assert 0 < row["forward"]["min_ms"] < row["both"]["max_ms"]
 
 
 def test_a_layer_that_does_not_fit(capsys) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from flashmoe_megatron.bench import layers, stopwatch
 from flashmoe_megatron.bench.correctness import GATE, relative_errors, routed_errors
 from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer, without_grad
 from flashmoe_megatron.bench.problem import Problem, Router, make_problem
-from flashmoe_megatron.bench.shapes import ODD_SHAPES, SHAPES, Shape, shape_of
+from flashmoe_megatron.bench.shapes import ODD_SHAPES, SHAPES, Form, Shape, shape_of
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tools.bench import bench_layer, compare_libraries, multipath
@@ -62,6 +64,29 @@ def test_baseline_and_gate(ranks: RankPool, num_ranks: int, gated: bool, use_mai
         assert max(baseline.values()) < GATE
         assert broken["out"] > 10 * GATE
         assert broken["grad_x"] == layer["grad_x"]
+
+
+def test_the_gate_sees_all_that_experts_compute():
+    """Another function, clamp or offset, or no biases, is further off than the gate."""
+    whole = Form(Activation.QUICK_GELU, clamp_value=7.0, linear_offset=1.0, has_bias=True)
+    problem = make_problem(SMALL, device=torch.device("cpu"), form=whole)
+    for layer in (
+        FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=False),
+        UnfusedLayer(problem, use_main_grad=False),
+    ):
+        errors = relative_errors(problem, layer.results())
+        assert {"grad_fc1_bias", "grad_fc2_bias"} < set(errors)
+        assert max(errors.values()) < GATE
+    for change in (
+        {"activation": Activation.SILU},
+        {"clamp_value": 1.0},
+        {"linear_offset": 0.0},
+        {"has_bias": False},
+    ):
+        form = replace(whole, **change)
+        other = make_problem(SMALL, device=torch.device("cpu"), form=form)
+        changed = FusedLayer(other, ReferenceBackend(other.config), use_main_grad=False)
+        assert relative_errors(problem, changed.results())["out"] > GATE
 
 
 def test_float16_passes_the_gate_by_more():

@@ -17,86 +17,15 @@ from flashmoe_megatron.bench.described import from_config, from_megatron
 from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer
 from flashmoe_megatron.bench.machine import machine_here
 from flashmoe_megatron.bench.problem import Problem
-from flashmoe_megatron.bench.shapes import SHAPES, Shape
+from flashmoe_megatron.bench.shapes import SHAPES, Form, Shape
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import PATIENCE_S
+from tests.published import CONFIGS, GPT_OSS, SWIGLU
 
 PACKAGE = Path(__file__).parents[2] / "flashmoe_megatron"
 LAYER = "40x64x64x8x2"
-
-CONFIGS = {
-    "qwen3-30b-a3b": (
-        {
-            "model_type": "qwen3_moe",
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
-        Shape(8192, 2048, 768, 128, 8, gated=True),
-    ),
-    "gpt-oss-20b": (
-        {
-            "model_type": "gpt_oss",
-            "hidden_act": "silu",
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_local_experts": 32,
-            "experts_per_token": 4,
-            "num_experts_per_tok": 4,
-            "swiglu_limit": 7.0,
-        },
-        Shape(8192, 2880, 2880, 32, 4, gated=True),
-    ),
-    "llama-4-scout": (
-        {
-            "model_type": "llama4",
-            "vision_config": {"hidden_size": 1408, "intermediate_size": 5632},
-            "text_config": {
-                "hidden_size": 5120,
-                "intermediate_size": 8192,
-                "intermediate_size_mlp": 16384,
-                "num_local_experts": 16,
-                "num_experts_per_tok": 1,
-                "hidden_act": "silu",
-            },
-        },
-        Shape(8192, 5120, 8192, 16, 1, gated=True),
-    ),
-    "dbrx": (
-        {
-            "model_type": "dbrx",
-            "d_model": 6144,
-            "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
-        },
-        Shape(8192, 6144, 10752, 16, 4, gated=True),
-    ),
-    "nemotron-3-nano": (
-        {
-            "model_type": "nemotron_h",
-            "hidden_size": 2688,
-            "intermediate_size": 1856,
-            "moe_intermediate_size": 1856,
-            "mlp_hidden_act": "relu2",
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 6,
-        },
-        Shape(8192, 2688, 1856, 128, 6, gated=False),
-    ),
-    "a list for all layers": (
-        {
-            "model_type": "hunyuan_v1_moe",
-            "hidden_size": 4096,
-            "moe_intermediate_size": [3072, 3072],
-            "num_experts": 64,
-            "moe_topk": [8, 8],
-        },
-        Shape(8192, 4096, 3072, 64, 8, gated=True),
-    ),
-}
 
 
 def written(folder: Path, content: Any) -> Path:
@@ -107,10 +36,10 @@ def written(folder: Path, content: Any) -> Path:
 
 @pytest.mark.parametrize("model", CONFIGS)
 def test_a_layer_of_a_published_config(model: str, tmp_path: Path) -> None:
-    content, shape = CONFIGS[model]
+    content, shape, form = CONFIGS[model]
     path = written(tmp_path, content)
     found = from_config(path)
-    assert found.shape == shape
+    assert (found.shape, found.form, found.not_timed) == (shape, form, "")
     assert found.origin == f"{content['model_type']} of config.json"
     other = from_config(path, tokens=100, gated=not shape.gated).shape
     assert (other.tokens, other.gated) == (100, not shape.gated)
@@ -139,6 +68,32 @@ def test_a_config_without_a_layer(content: Any, wanted: str, tmp_path: Path, cap
     assert printed.err == f"flashmoe_megatron.bench: {raised.value}\n"
 
 
+@pytest.mark.parametrize(
+    ("model", "change", "wanted"),
+    [
+        ("deepseek-v4", {"swiglu_limit": -1.0}, "clamp_value=-1.0: wanted None or a positive"),
+        ("gpt-oss-20b", {"hidden_size": 100}, "hidden=100: must be an int, a positive multiple"),
+    ],
+)
+def test_a_config_of_a_layer_that_is_not_served(
+    model: str, change: dict[str, Any], wanted: str, tmp_path: Path, capsys
+) -> None:
+    path = written(tmp_path, {**CONFIGS[model][0], **change})
+    assert command.main(["--config", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"flashmoe_megatron.bench: {wanted}")
+    assert printed.err.count("\n") == 1
+
+
+def test_what_no_layer_here_does_is_said(tmp_path: Path, capsys, monkeypatch) -> None:
+    use_few_calls(monkeypatch)
+    content = {**CONFIGS["qwen3-30b-a3b"][0], "hidden_act": "mish", "swiglu_limits": [0.0, 7.0]}
+    assert command.main(["--config", str(written(tmp_path, content)), "--others"]) == 0
+    said = "SwiGLU; not timed: clamps that differ between layers, the function mish\n"
+    assert said in capsys.readouterr().out
+
+
 FLAGS = (
     "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 8192 --moe-ffn-hidden-size 768 --swiglu "
     "--num-experts 128 --moe-router-topk 8 --seq-length 4096 --micro-batch-size 2 --bf16 "
@@ -155,6 +110,13 @@ def test_a_layer_of_megatrons_flags() -> None:
         FLAGS.replace("--swiglu", "").replace("--moe-ffn", "--no-moe-ffn").split()
     )
     assert (dense.shape.gated, dense.shape.intermediate) == (False, 8192)
+    assert (found.form, dense.form) == (
+        Form(Activation.SILU, has_bias=True),
+        Form(Activation.GELU, has_bias=True),
+    )
+    gpt_oss = "--quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1"
+    assert from_megatron([*FLAGS.replace("--swiglu", gpt_oss).split()]).form == GPT_OSS
+    assert from_megatron([*FLAGS.split(), "--disable-bias-linear"]).form == SWIGLU
     shape = command.shape_here(found, None, 1)
     assert shape.num_experts == 16
     assert command.shape_here(found, None, 2).num_experts == 128
@@ -165,6 +127,10 @@ def test_a_layer_of_megatrons_flags() -> None:
     [
         (["--megatron", "--hidden-size", "64"], "--megatron: got no --moe-ffn-hidden-size, --num-"),
         (["--megatron", *FLAGS.split(), "--num-experts", "many"], "many"),
+        (
+            ["--megatron", *FLAGS.replace("--swiglu", "--activation-func-clamp-value 7").split()],
+            "clamp_value=7.0 with activation=gelu, gated=False: wanted gated=True",
+        ),
         (["40x100x64x8x2"], "hidden=100: must be an int, a positive multiple of 64"),
         (["40x64x64x8"], "shape 40x64x64x8: wanted TOKENSxHIDDEN"),
         ([LAYER, "--one-of", "3"], "8 experts: wanted a multiple of 3 ranks"),
@@ -228,6 +194,7 @@ def test_rows_of_a_layer(capsys, monkeypatch) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["backend"], found["is_reference"], found["num_ranks"]) == ("reference", True, 1)
     assert found["layer"] == vars(Shape(40, 64, 64, 8, 2, gated=True))
+    assert found["experts"] == vars(SWIGLU)
     *ours, torchs, megatrons = found["rows"]
     flops = 2 * 3 * 40 * 2 * 64 * 64
     for row in (*ours, torchs):
@@ -243,6 +210,22 @@ def test_rows_of_a_layer(capsys, monkeypatch) -> None:
     assert megatrons["forward"] is None
 
 
+def test_gpt_oss_is_timed_with_all_that_its_experts_compute(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    use_few_calls(monkeypatch)
+    config = ["--config", str(written(tmp_path, CONFIGS["gpt-oss-20b"][0]))]
+    assert command.main(config) == 0
+    printed = capsys.readouterr().out
+    assert "experts: quick GEGLU, clamped at 7, 1 added to up rows, biases\n" in printed
+    assert "Megatron, alltoall is left out: it is measured with SwiGLU or GELU, without" in printed
+    assert command.main([*config, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["experts"] == vars(GPT_OSS)
+    assert all(row["error"] < GATE for row in found["rows"][:-1])
+    assert found["rows"][-1]["forward"] is None
+
+
 def test_a_picture_says_what_it_shows(tmp_path: Path, capsys, monkeypatch) -> None:
     use_few_calls(monkeypatch)
     config = written(tmp_path, CONFIGS["nemotron-3-nano"][0])
@@ -254,7 +237,8 @@ def test_a_picture_says_what_it_shows(tmp_path: Path, capsys, monkeypatch) -> No
     drawn = picture.read_text()
     for text in (
         "nemotron_h of config.json: 8192 tokens a rank, hidden 2688",
-        "its experts compute relu2, they are timed with GELU",
+        "128 experts, top-6",
+        "experts: squared ReLU",
         "made small for a CPU: 128 tokens a rank, hidden 256, intermediate 256, 8 experts, top-6",
         "the REFERENCE on a CPU: it tries the command and tells nothing about a GPU",
         f"1 x CPU, torch {torch.__version__}",

@@ -260,7 +260,7 @@ def measure(
         there = dispatch(problem)
 
     def experts_alone() -> torch.Tensor:
-        return experts(there.rows, there.ends, unfused.weights, gated=shape.gated)
+        return experts(there.rows, there.ends, unfused.weights, problem.config)
 
     take("forward", timer(without_grad(experts_alone)), floors.forward, "experts only")
     if not options.forward_only:

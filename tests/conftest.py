@@ -18,6 +18,8 @@ SHARED_GPUS = "FLASHMOE_TEST_GPUS"
 ENDING = Path(__file__).parent / "ending"
 """Has what every process of the tests does at its end."""
 
+# Ranks that share a GPU wait for one another, while a kernel's first launch waits for all of them.
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(ENDING), os.environ.get("PYTHONPATH")])
 )

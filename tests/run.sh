@@ -30,6 +30,8 @@ check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
+# No GPU is here to run these, but what they import and take as parameters is.
+check pytest --collect-only -qq tests/gpu tests/multi_gpu
 # Each file is in one of two processes, since its tests share fixtures; short files come last.
 check pytest --at-once --numprocesses 2 --dist loadfile --no-loadscope-reorder \
     tests/protocol tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults "$@"

@@ -4,7 +4,6 @@ Ranks are threads with streams of their own. All backwards of a GPU run on one t
 so that none may wait for another rank's: ``keep="inputs"`` is tested on simulated GPUs alone.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -14,8 +13,6 @@ from flashmoe_megatron.config import Keep
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, streams
 from tests.unit import in_step
 from tests.unit.in_step import BAD, CONFIG, RANKS, Rank, check_in_step
-
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # or a first launch waits for running ones
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -1,7 +1,6 @@
 """The host relay and peer copies between two processes that share one GPU."""
 
 import contextlib
-import itertools
 import os
 import signal
 import threading
@@ -89,14 +88,20 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
     parts = [contribution(one, LENGTH, torch.float32).cuda() for one in range(ranks)]
     by_links: list[str] = []
     with made(group, links="auto") as multipath, pytest.MonkeyPatch.context() as patch:
-        exchange, takes = multipath.transfers.exchange, itertools.cycle([links_take, 1.0])
+        exchange, row_of = multipath.transfers.exchange, trials.row_of
 
         def noted(load: Any) -> set[Any]:
             by_links.append(load.what)
             return exchange(load)
 
         patch.setattr(multipath.transfers, "exchange", noted)
-        patch.setattr(trials, "row_of", lambda move, _: ([move()], next(takes)))
+
+        def paced(*row: Any) -> tuple[list[Any], float]:
+            before = len(by_links)
+            runs, _ = row_of(*row)
+            return runs, links_take if len(by_links) > before else 1.0
+
+        patch.setattr(trials, "row_of", paced)
         gathered = torch.zeros(ranks * LENGTH, device="cuda")
         for async_op in (False, True):
             multipath.all_gather(gathered, parts[rank])

@@ -20,8 +20,8 @@ from tests.gpu.layers import TOKENS, make_config, zipf
 from tests.gpu.test_choices import by_indices, spread
 from tests.gpu.test_split import apart, joined
 from tests.gpu.virtual import VirtualLayer, mispredicted
-from tests.replicas.cases import rows_of_ranks
 from tests.unit import cases
+from tools.simulate.skew import rows_of_ranks
 
 pytestmark = pytest.mark.gpu
 

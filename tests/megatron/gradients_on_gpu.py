@@ -31,7 +31,7 @@ def experts_of(model: str) -> dict[str, Any]:
     if model == "SwiGLU":
         silu = torch.nn.functional.silu
         return {"activation_func": silu, "add_bias_linear": False, "moe_router_dtype": "fp32"}
-    from megatron.core.activations import quick_gelu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     # The router's bias is bfloat16, which its product in float32 would misread.
     return {

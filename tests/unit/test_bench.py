@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.bench import layers, stopwatch
-from flashmoe_megatron.bench.correctness import GATE, relative_errors, routed_errors
+from flashmoe_megatron.bench.correctness import (
+    GATE,
+    LayerResults,
+    relative_errors,
+    routed_errors,
+)
 from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer, without_grad
 from flashmoe_megatron.bench.problem import Problem, Router, make_problem
 from flashmoe_megatron.bench.shapes import ODD_SHAPES, SHAPES, Form, Shape, shape_of
@@ -20,7 +25,7 @@ from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
 from tools.bench import bench_layer, compare_libraries, multipath
 from tools.bench.bench_layer import DTYPES, early_timing, routed_calls, router_weight_for
-from tools.bench.compare_libraries import Worker
+from tools.bench.compare_libraries import Worker, bits_of, differing
 from tools.bench.floors import Rates, floors_of
 from tools.timeline import __main__ as timeline
 from tools.timeline import capture
@@ -208,7 +213,7 @@ def use_on_processor(monkeypatch: pytest.MonkeyPatch, tool: object, kind: type[F
 
     monkeypatch.setattr(stopwatch, "HAS_GPU", False)
     monkeypatch.setattr(tool, "kernel_layer", layer)
-    monkeypatch.setattr(tool, "SHAPES", dict.fromkeys(SHAPES, SMALL))
+    monkeypatch.setattr(tool, "SHAPES", dict.fromkeys(SHAPES, SMALL), raising=False)
 
 
 ROWS = [
@@ -268,7 +273,7 @@ def test_a_library_that_computes_wrongly_gives_no_times(
     use_on_processor(monkeypatch, compare_libraries, kind)
     monkeypatch.setenv("FLASHMOE_LIBRARY", "")  # which ``work`` sets in a process of its own
     orders, theirs = multiprocessing.Pipe()
-    orders.send(("paper-1k", is_zero))
+    orders.send(("paper-1k", SMALL, is_zero))
     orders.send(None)
     if kind is SpoiltLayer:
         with pytest.raises(SystemExit, match=r"paper-1k, now.so: relative L2 error 0\.01"):
@@ -276,7 +281,19 @@ def test_a_library_that_computes_wrongly_gives_no_times(
         assert not orders.poll()
     else:
         compare_libraries.work(Path("now.so"), theirs, launches=1, one_of=4)
-        assert orders.recv().keys() == set(compare_libraries.PASSES)
+        turn = orders.recv()
+        assert turn.times_ms.keys() == set(compare_libraries.PASSES)
+        assert turn.bits.keys() == {"out", "grad_x", "grad_probs", "grad_fc1", "grad_fc2"}
+
+
+def test_a_result_with_one_other_bit_is_named():
+    def results(flipped: int) -> LayerResults:
+        weights = [torch.zeros(2, 2), torch.zeros(2, 2)]
+        weights[1].view(torch.int32)[1, 0] ^= flipped
+        return LayerResults(torch.ones(3, dtype=torch.bfloat16), grad_fc2=weights)
+
+    bits = {name: bits_of(results(flipped)) for name, flipped in (("a", 0), ("b", 1), ("c", 0))}
+    assert differing(bits, "a") == {"a": [], "b": ["grad_fc2"], "c": []}
 
 
 def test_zeros_are_zeros_behind_the_gate_too():
@@ -310,7 +327,7 @@ def test_library_that_cannot_be_compared(tmp_path: Path, exists: bool):
     if exists:  # its process ends when it is loaded
         library.write_bytes(b"no library")
     with pytest.raises(SystemExit, match="no library at" if not exists else "now ended at"):
-        Worker(library, launches=1, one_of=4).turn("paper-1k", is_zero=True)
+        Worker(library, launches=1, one_of=4).turn("paper-1k", SMALL, True)
 
 
 def routed(group: dist.ProcessGroup | None) -> list[dict[str, float]]:

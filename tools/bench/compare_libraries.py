@@ -8,13 +8,15 @@ The second command says what counters cost: the same kernel counts, or does not.
 A change of some tenths of a per cent is less than what two hosts differ by, or one host from minute
 to minute. So every library has a process of its own, all of them at once on one GPU, which take
 turns of some launches each: clocks and temperature are the same for all. Each has to pass the
-correctness gate of ``bench_layer`` at a shape first, with random values. Launches of a turn follow
+correctness gate of ``bench_layer`` at a shape first, with random values, and the results whose bits
+are not the first library's are named. Launches of a turn follow
 one another without a pause, forward and backward each after its own warm-up. With values of zero
 the GPU stays below its power limit, and times repeat within one per cent; random values show what
 training sees.
 """
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import statistics
@@ -22,17 +24,18 @@ import sys
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from examples.arguments import count
-from flashmoe_megatron.bench.correctness import relative_errors
+from flashmoe_megatron.bench.correctness import LayerResults, relative_errors
 from flashmoe_megatron.bench.layers import kernel_layer, without_grad
 from flashmoe_megatron.bench.problem import make_problem
-from flashmoe_megatron.bench.shapes import SHAPES, shares_of
+from flashmoe_megatron.bench.shapes import ALL_SHAPES, Shape, shape_of, shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import parser_of
+from tools.arguments import add_gated, parser_of
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -40,26 +43,63 @@ from tools.bench.gate import pass_gate
 PASSES = ("forward", "forward_and_backward")
 
 
+class Turn(NamedTuple):
+    """What a library has done in its turn.
+
+    Attributes:
+        times_ms: Milliseconds of a launch, of each pass.
+        bits: A digest of each result of random values, by name.
+    """
+
+    times_ms: dict[str, float]
+    bits: dict[str, str]
+
+
+def bits_of(results: LayerResults) -> dict[str, str]:
+    """A digest of each result."""
+
+    def digest(tensors: torch.Tensor | list[torch.Tensor]) -> str:
+        sha = hashlib.sha256()
+        for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+            sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy())
+        return sha.hexdigest()
+
+    return {name: digest(value) for name, value in vars(results).items() if value is not None}
+
+
+def differing(bits: dict[str, dict[str, str]], first: str) -> dict[str, list[str]]:
+    """The results of each library whose bits are not the first's, by the libraries' names."""
+    wanted = bits[first]
+    return {
+        name: [what for what in wanted if of[what] != wanted[what]] for name, of in bits.items()
+    }
+
+
 def work(
     library: Path, orders: Connection, launches: int, one_of: int, counters: bool = True
 ) -> None:
-    """Takes orders of a shape and whether its values are zeros; answers with times of a turn."""
+    """Takes orders of a named shape and whether its values are zeros; answers with turns."""
     os.environ["FLASHMOE_LIBRARY"] = str(library)  # this process has loaded none yet
     calls = {}
+    bits: dict[str, str] = {}
     while (order := orders.recv()) is not None:
         if order not in calls:
-            shape, is_zero = order
+            name, shape, is_zero = order
             calls.clear()  # frees the last shape's memory
             torch.cuda.empty_cache()
-            problem = make_problem(SHAPES[shape].one_of(one_of))
+            problem = make_problem(shape.one_of(one_of))
             layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counters)
-            pass_gate(f"{shape}, {library}", relative_errors(problem, layer.results()))
+            results = layer.results()
+            pass_gate(f"{name}, {library}", relative_errors(problem, results))
+            bits = bits_of(results)
+            del results
             if is_zero:
                 problem.zero_values()
             calls[order] = dict(
                 zip(PASSES, (without_grad(layer), layer.forward_and_backward), strict=True)
             )
-        orders.send({passes: turn_ms(call, launches) for passes, call in calls[order].items()})
+        times_ms = {passes: turn_ms(call, launches) for passes, call in calls[order].items()}
+        orders.send(Turn(times_ms, bits))
 
 
 def names_of(libraries: list[Path]) -> list[str]:
@@ -87,14 +127,14 @@ class Worker:
         self._process.start()
         theirs.close()  # so that its end, if it dies, ends what is waited for
 
-    def turn(self, shape: str, is_zero: bool) -> dict[str, float]:
-        """Milliseconds of a launch, of each pass."""
-        self._orders.send((shape, is_zero))
+    def turn(self, name: str, shape: Shape, is_zero: bool) -> Turn:
+        """Has the library take its turn."""
+        self._orders.send((name, shape, is_zero))
         try:
-            times: dict[str, float] = self._orders.recv()
+            turn: Turn = self._orders.recv()
         except EOFError:
-            raise SystemExit(f"{self.name} ended at {shape}") from None
-        return times
+            raise SystemExit(f"{self.name} ended at {name}") from None
+        return turn
 
     def end(self) -> None:
         """Waits until the process has ended."""
@@ -107,18 +147,30 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("libraries", nargs="*", type=Path, help="others are compared with the first; default: ours")
     add("--uncounted", action="store_true", help="the first also without counters")
-    add("--shapes", nargs="+", default=["paper-8k", "qwen3-30b"], choices=SHAPES)
+    names = ", ".join(ALL_SHAPES)
+    add(
+        "--shapes",
+        nargs="+",
+        default=["paper-8k", "qwen3-30b"],
+        help=f"{names}, or tokens x hidden x intermediate x experts x top-k",
+    )
+    add_gated(parser)
     add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
     add("--one-of", type=count, default=4, help="1/N of the experts")
     add("--turns", type=count, default=8, help="of each library")
     add("--launches", type=count, default=20, help="of a turn")
     common.add_record_flags(parser, a_line="shape")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
+    except ValueError as error:
+        parser.error(str(error))
+    return options
 
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
-    shares_of({name: SHAPES[name] for name in options.shapes}, options.one_of)
+    shares_of(options.shapes, options.one_of)
     if not common.has_gpu():
         return 2
     record = common.Record(options.out, **common.machine(options.commit))
@@ -128,14 +180,23 @@ def main(arguments: list[str]) -> int:
     workers = [Worker(path, *sizes, name) for path, name in zip(libraries, names, strict=True)]
     if options.uncounted:
         workers.append(Worker(libraries[0], *sizes, f"{names[0]}, uncounted", counters=False))
-    for shape in options.shapes:
+    for shape, layer in options.shapes.items():
         for values in options.values:
             takers = {
-                worker.name: partial(worker.turn, shape, values == "zeros") for worker in workers
+                worker.name: partial(worker.turn, shape, layer, values == "zeros")
+                for worker in workers
             }
             turns = in_turns(takers, options.turns)
+            others = differing({name: of[0].bits for name, of in turns.items()}, workers[0].name)
+            for name, found in others.items():
+                if found:
+                    log(
+                        f"{shape}: {name}'s {', '.join(found)}: other bits than {workers[0].name}'s"
+                    )
             for passes in PASSES:
-                of_library = {name: [turn[passes] for turn in of] for name, of in turns.items()}
+                of_library = {
+                    name: [turn.times_ms[passes] for turn in of] for name, of in turns.items()
+                }
                 first = statistics.median(of_library[workers[0].name])
                 for name, times_ms in of_library.items():
                     median = statistics.median(times_ms)
@@ -150,6 +211,7 @@ def main(arguments: list[str]) -> int:
                     values=values,
                     passes=passes,
                     milliseconds=of_library,
+                    differing_bits=others,
                 )
     for worker in workers:
         worker.end()

@@ -47,6 +47,7 @@ def facts() -> Iterator[Fact]:
         return
     from flashmoe_megatron.doctor import machine, trial
     from flashmoe_megatron.doctor.attention import attention
+    from flashmoe_megatron.measured.reach import count_gpus
 
     yield machine.gpus(has_driver=found[1].value is not None)
     yield machine.library()
@@ -54,7 +55,7 @@ def facts() -> Iterator[Fact]:
     yield machine.symmetric_memory()
     yield trial.layer()
     if is_first():
-        yield attention(has_gpu=machine.count_gpus() > 0)
+        yield attention(has_gpu=count_gpus() > 0)
 
 
 def is_first() -> bool:

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 
+from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, shape_of
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import BackendOptions
 
@@ -37,6 +38,27 @@ def add_gated(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="shapes that are given by their sizes have SwiGLU, else GELU",
     )
+
+
+def add_shapes(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--shapes`` and ``--gated``; :func:`read_shapes` reads them."""
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=list(SHAPES),
+        metavar="SHAPE",
+        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
+        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, tokens of a rank",
+    )
+    add_gated(parser)
+
+
+def read_shapes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Replaces names of shapes by the layers, by name; a name of none ends the program."""
+    try:
+        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def positive(text: str) -> float:

@@ -88,7 +88,7 @@ SEPARATE = [
     ["reference"],
 ]
 MEASURED = [
-    ["clock", "files", "start"],
+    ["clock", "files", "reach", "start"],
     ["calibration", "fit"],
     ["machine", "trace", "two_gpus"],
     ["__main__"],

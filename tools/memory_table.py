@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.bench.problem import make_problem
-from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, Shape, shape_of
+from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
 from flashmoe_megatron.weights import WeightGrad
-from tools.arguments import add_gated, not_negative, parser_of
+from tools.arguments import add_shapes, not_negative, parser_of, read_shapes
 from tools.bench import common
 from tools.bench.common import Record, log
 
@@ -155,23 +155,12 @@ def problems(
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add(
-        "--shapes",
-        nargs="+",
-        default=list(SHAPES),
-        metavar="SHAPE",
-        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
-        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, tokens of a rank",
-    )
-    add_gated(parser)
+    add_shapes(parser)
     add("--ranks", type=int, default=4, help="where there is no GPU")
     add("--tolerance", type=not_negative, default=256 * 2**10, help="bytes, for small tables")
     common.add_record_flags(parser, a_line="layer")
     options = parser.parse_args(arguments)
-    try:
-        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
-    except ValueError as error:
-        parser.error(str(error))
+    read_shapes(parser, options)
     return options
 
 

@@ -44,6 +44,7 @@ from flashmoe_megatron.bench.shapes import SHAPES, Form, Shape
 from flashmoe_megatron.bench.timer import everyone
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.measured.reach import check_peers
 from flashmoe_megatron.measured.start import join
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.select import Kind, resolve_kind
@@ -211,7 +212,7 @@ def run(options: argparse.Namespace) -> int:
     if stopwatch.HAS_GPU:
         free = torch.cuda.mem_get_info()[0]
         everyone().each(lambda: measure.check_fits(asked, num_ranks, free))
-        measure.check_peers(num_ranks)
+        everyone().each(lambda: check_peers(kind, num_ranks))
     else:
         shape = measure.small(shape, num_ranks)
     says = not options.json and (group is None or dist.get_rank() == 0)

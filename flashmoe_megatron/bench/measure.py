@@ -15,9 +15,9 @@ from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer, kernel_laye
 from flashmoe_megatron.bench.megatron_layer import MegatronLayer
 from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import Form, Shape
-from flashmoe_megatron.bench.timer import Timer, Timing, everyone
+from flashmoe_megatron.bench.timer import Timer, Timing
 from flashmoe_megatron.config import KEEPS, Keep
-from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import choose_keep, kept_bytes
 from flashmoe_megatron.select import Kind
 
@@ -106,26 +106,6 @@ def check_fits(shape: Shape, num_ranks: int, free: int) -> None:
         f"need about {needed:.0f} GiB of its memory, {free / GIB:.0f} GiB are free: wanted "
         f"{way_out or 'fewer --tokens'}, or more GPUs"
     )
-
-
-def check_peers(num_ranks: int) -> None:
-    """Refuses GPUs of one host that cannot reach each other's memory. Collective over the ranks.
-
-    Raises:
-        DeviceError: On every rank; names the GPUs and the way to see why.
-    """
-
-    def check() -> None:
-        here = torch.cuda.current_device()
-        for other in range(min(num_ranks, torch.cuda.device_count())):
-            if other != here and not torch.cuda.can_device_access_peer(here, other):
-                raise DeviceError(
-                    f"GPU {here} cannot reach the memory of GPU {other}, which the kernel needs: "
-                    "wanted GPUs that `nvidia-smi topo -p2p r` marks OK for each other, and a "
-                    "container that may use peer access; or one GPU"
-                )
-
-    everyone().each(check)
 
 
 def rows_of(

@@ -1,6 +1,5 @@
 """The GPUs of a machine, the ways between them, and the kernel's library."""
 
-import itertools
 import os
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from flashmoe_megatron.doctor.fact import Fact
 from flashmoe_megatron.errors import DeviceError, HeapError
 from flashmoe_megatron.kernel import bindings, symmetric
+from flashmoe_megatron.measured.reach import count_gpus, peer_problem, unreachable
 
 GIB = 2**30
 
@@ -38,11 +38,6 @@ def gpus(has_driver: bool) -> Fact:
     return Fact("gpus", found, "\n".join(lines) or "none that torch can use", problem)
 
 
-def count_gpus() -> int:
-    """Returns how many GPUs torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def _why_none() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
@@ -68,15 +63,10 @@ def library() -> Fact:
     return Fact("library", value, f"{path}, interface {bindings.ABI_VERSION}, loads")
 
 
-def unreachable() -> list[tuple[int, int]]:
-    """Returns the pairs of GPUs of this machine where the first cannot read the second's memory."""
-    pairs = itertools.permutations(range(count_gpus()), 2)
-    return [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-
-
 def peer_access() -> Fact:
     """Says whether all GPUs can read each other's memory, as the kernel does."""
-    count, pairs = count_gpus(), unreachable()
+    count = count_gpus()
+    pairs = unreachable(count)
     if count < 2:
         return Fact("peer_access", None, "one GPU needs none" if count else "no GPUs")
     value = {"unreachable": [list(pair) for pair in pairs]}
@@ -84,17 +74,6 @@ def peer_access() -> Fact:
         return Fact("peer_access", value, f"all {count} GPUs reach each other")
     text = f"{len(pairs)} of {count * (count - 1)} ways are missing"
     return Fact("peer_access", value, text, peer_problem(pairs))
-
-
-def peer_problem(pairs: list[tuple[int, int]]) -> str:
-    """Returns a sentence about GPUs that do not reach each other."""
-    first, second = pairs[0]
-    more = f", and {len(pairs) - 1} more pairs likewise" if len(pairs) > 1 else ""
-    return (
-        f"GPU {first} cannot reach the memory of GPU {second}{more}: layers over both cannot run "
-        "on the kernel; choose the backend 'scheduled' there, or hide GPUs with "
-        "CUDA_VISIBLE_DEVICES"
-    )
 
 
 def symmetric_memory() -> Fact:

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.doctor.fact import Fact
-from flashmoe_megatron.doctor.machine import peer_problem, unreachable
 from flashmoe_megatron.errors import DeviceError, FlashMoEError
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.measured.reach import check_peers
 from flashmoe_megatron.measured.start import Started, join
 from flashmoe_megatron.oracle import MismatchError, assert_close, moe_reference
 from flashmoe_megatron.ranks import Ranks
@@ -32,7 +32,11 @@ def layer() -> Fact:
         value["device"] = str(started.device)
         value["why_not_kernel"] = _why_not_kernel(started.device)
         if value["ranks"] > 1:
-            Ranks(started.group).all(lambda: _check_peers(started.device))
+            Ranks(started.group).all(
+                lambda: check_peers(
+                    resolve_kind("auto", started.device, torch.bfloat16), value["ranks"]
+                )
+            )
         value["backend"], value["rel_l2"] = _run(started)
     except (FlashMoEError, MismatchError, ImportError, RuntimeError, ValueError) as error:
         what = "computes wrong values" if isinstance(error, MismatchError) else "does not run"
@@ -54,19 +58,6 @@ def _why_not_kernel(device: torch.device) -> str | None:
     except DeviceError as error:
         return str(error).partition(";")[0]
     return None
-
-
-def _check_peers(device: torch.device) -> None:
-    """Refuses ranks on GPUs that do not reach each other, which the kernel would wait for.
-
-    Raises:
-        DeviceError: So it is, and the kernel would be chosen.
-    """
-    if resolve_kind("auto", device, torch.bfloat16) != "kernel":
-        return
-    pairs = unreachable()
-    if pairs:
-        raise DeviceError(peer_problem(pairs))
 
 
 def _run(started: Started) -> tuple[str, float]:

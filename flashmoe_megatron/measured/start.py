@@ -1,6 +1,7 @@
 """The ranks that torchrun has started for a measurement, its arguments, and a layer to measure."""
 
 import argparse
+import datetime
 import os
 from typing import Any, NamedTuple
 
@@ -23,15 +24,21 @@ class Started(NamedTuple):
     device: torch.device
 
 
-def join() -> Started:
-    """Joins the ranks that torchrun has started. Collective over them."""
+def join(timeout: datetime.timedelta | None = None) -> Started:
+    """Joins the ranks that torchrun has started. Collective over them.
+
+    Args:
+        timeout: The group's; torch's own if there is none.
+    """
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Started(None, HostGrid(1, 1, 0), device)
-    dist.init_process_group("nccl" if has_gpu else "gloo")
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo", timeout=timeout, device_id=device if has_gpu else None
+    )
     ranks = Ranks(dist.group.WORLD)
     return Started(ranks.group, arrange(ranks.gather(host_name()), ranks.rank), device)
 

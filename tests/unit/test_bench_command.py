@@ -20,6 +20,7 @@ from flashmoe_megatron.bench.problem import Problem
 from flashmoe_megatron.bench.shapes import SHAPES, Form, Shape
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
+from flashmoe_megatron.measured.reach import check_peers
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import PATIENCE_S
 from tests.published import CONFIGS, GPT_OSS, SWIGLU
@@ -305,13 +306,13 @@ def test_what_stands_in_for_a_gpu_is_no_gpu_of_the_machine(monkeypatch) -> None:
 
 
 def test_gpus_that_cannot_reach_each_other(monkeypatch) -> None:
-    reach = {(0, 1): True, (0, 2): False}
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: reach[pair])
-    measure.check_peers(2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, two: max(one, two) < 2)
+    check_peers("kernel", 2)
     with pytest.raises(DeviceError, match="GPU 0 cannot reach the memory of GPU 2"):
-        measure.check_peers(3)
+        check_peers("kernel", 3)
+    check_peers("scheduled", 3)
 
 
 @pytest.mark.timeout(PATIENCE_S + 20)

@@ -20,6 +20,7 @@ from flashmoe_megatron.doctor.fact import WIDTH, Fact, as_json, as_screen
 from flashmoe_megatron.errors import DeviceError
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.measured import reach
 from flashmoe_megatron.releases import DEEPSPEED, FRAMEWORKS, MEGATRON, TORCH, Project
 from tests.distributed import PATIENCE_S
 
@@ -144,12 +145,11 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> N
     assert fact.problem.startswith(sentence)
     layer = Fact("bf16_layer", {"backend": "kernel"}, "")
     assert doctor._lack_of_kernel([fact, layer]).startswith(sentence)
-    monkeypatch.setattr(trial, "resolve_kind", lambda *_: "kernel")
     with pytest.raises(DeviceError, match=sentence):
-        trial._check_peers(torch.device("cuda"))
+        reach.check_peers("kernel", 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     assert machine.peer_access().problem == ""
-    trial._check_peers(torch.device("cuda"))
+    reach.check_peers("kernel", 2)
     assert doctor._lack_of_kernel([machine.peer_access(), layer]) == ""
 
 

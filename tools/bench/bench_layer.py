@@ -49,13 +49,21 @@ from flashmoe_megatron.bench.layers import (
     without_grad,
 )
 from flashmoe_megatron.bench.problem import Problem, Router, make_problem
-from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, Shape, shape_of, shares_of
+from flashmoe_megatron.bench.shapes import Shape, shares_of
 from flashmoe_megatron.bench.timer import Timer, Timing, timing_of, wait_for_all
 from flashmoe_megatron.bench.unfused import dispatch, experts
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.layer import RouterOutput, moe_router_forward
 from flashmoe_megatron.telemetry.record import Direction
-from tools.arguments import add_gated, exponent, not_negative, parser_of, row_bound, share
+from tools.arguments import (
+    add_shapes,
+    exponent,
+    not_negative,
+    parser_of,
+    read_shapes,
+    row_bound,
+    share,
+)
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.floors import Rates, floors_of
@@ -269,15 +277,7 @@ def measure(
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        default=list(SHAPES),
-        metavar="SHAPE",
-        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
-        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK",
-    )
-    add_gated(parser)
+    add_shapes(parser)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16"])
     parser.add_argument("--iterations", type=count, default=20)
     parser.add_argument("--warmup", type=not_negative, default=3)
@@ -338,10 +338,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU: the reference")
     common.add_record_flags(parser, a_line="measurement")
     options = parser.parse_args(arguments)
-    try:
-        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
-    except ValueError as error:
-        parser.error(str(error))
+    read_shapes(parser, options)
     return options
 
 

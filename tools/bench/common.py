@@ -20,6 +20,7 @@ from flashmoe_megatron.bench import stopwatch
 from flashmoe_megatron.bench.machine import machine_here
 from flashmoe_megatron.bench.timer import Timer
 from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.measured.start import join
 
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
@@ -178,16 +179,8 @@ def join_group() -> int:
     Returns:
         The number of ranks; 1 without torchrun, and then there is no process group.
     """
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    timeout = datetime.timedelta(seconds=120)
-    if stopwatch.HAS_GPU:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if num_ranks > 1 and stopwatch.HAS_GPU:
-        device = stopwatch.device_here()
-        dist.init_process_group("nccl", device_id=device, timeout=timeout)
-    elif num_ranks > 1:
-        dist.init_process_group("gloo", timeout=timeout)
-    return num_ranks
+    group, _, _ = join(datetime.timedelta(seconds=120))
+    return 1 if group is None else dist.get_world_size()
 
 
 def need_torchrun() -> None:

@@ -398,7 +398,7 @@ _Targets = dict[str, list[WeightGrad]]
 
 
 class _Destinations:
-    """Where the gradients of :class:`ExpertWeights` go: buffers of their own, or main_grad.
+    """The targets of the gradients of :class:`ExpertWeights`: buffers of their own, or main_grad.
 
     ``main_grads`` has learned which gradients are added; without it the parameters are marked.
     """

@@ -41,7 +41,7 @@ class Given(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Where the gradients of weights and biases go, kind by kind."""
+    """The targets of gradients of weights and biases, kind by kind."""
 
     fc1: Sequence[WeightGrad]
     fc2: Sequence[WeightGrad]

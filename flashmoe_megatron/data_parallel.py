@@ -80,7 +80,7 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""Where DistributedDataParallel reads names from, of the module that it wraps alone."""
+"""The attribute that names parameters to DistributedDataParallel, of the wrapped module alone."""
 
 
 class _Reducer(OfGroup):

@@ -137,7 +137,7 @@ def _placed_as(parameter: DTensor, given: DTensor, name: str) -> DTensor:
 
 
 def _place(tensor: DTensor) -> str:
-    """Where this process's part lies in the whole, as an index that a reader knows."""
+    """This process's place in the whole, as an index that a reader knows."""
     if tensor.device_mesh.get_coordinate() is None:
         return "[]"  # a live mesh of other ranks
     return "[" + ", ".join(f"{one.start}:{one.stop}" for one in local_slices(tensor)) + "]"

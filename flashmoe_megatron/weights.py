@@ -88,7 +88,7 @@ def unstacked(tensors: Sequence[torch.Tensor], num_dims: int) -> tuple[torch.Ten
 
 
 class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each weight
-    """Where the gradient of one weight goes, or of one stack of weights.
+    """The target of the gradient of one weight, or of one stack of weights.
 
     Attributes:
         buffer: Same shape and layout as the weight; float32 or the weight's dtype.

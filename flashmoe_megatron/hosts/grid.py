@@ -1,4 +1,4 @@
-"""Where the ranks of an expert-parallel group lie: blocks of hosts, and the groups along both axes.
+"""The places of an expert-parallel group's ranks: blocks of hosts, and groups along both axes.
 
 Rank ``host * ranks_per_host + place`` is at a place of a host; the ranks of one place on all hosts
 are a rail.

@@ -154,7 +154,7 @@ class AddressTables:
         return lists
 
     def _heap(self, problem: bindings.FlashMoEProblem) -> tuple[int, ...]:
-        """Where spare slots are, by the heap's address and layout; empty if there are none."""
+        """The places of spare slots, by the heap's address and layout; empty if there are none."""
         if not problem.spare_slots:
             return ()
         bounds = (problem.heap_tokens, problem.heap_topk, problem.heap_experts)
@@ -168,7 +168,7 @@ class AddressTables:
         return slots
 
     def _addresses(self, grads: Sequence[WeightGrad], num_weights: int) -> list[int]:
-        """Where each expert's gradients begin, also within stacks."""
+        """The addresses where experts' gradients begin, also within stacks."""
         num_biases = 2 * self._config.num_local_experts
         buffers = list(map(itemgetter(0), grads))
         dims = list(map(torch.Tensor.dim, buffers))

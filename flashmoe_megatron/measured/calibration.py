@@ -26,7 +26,7 @@ TOKEN_TOLERANCE = 0.01
 """How far the mean number of tokens of a launch may be from the calibrated one, relative."""
 
 Grads = Literal["main_grad", "own"]
-"""Where the weights' gradients go: added to float32 buffers, or written in the weights' dtype."""
+"""The weights' gradients are added to float32 buffers, or written in the weights' dtype."""
 GRADS: tuple[Grads, ...] = get_args(Grads)
 
 

@@ -25,7 +25,7 @@ CHUNKS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 32))
 """Chunk sizes that are tried for a link alone, in bytes."""
 
 FEWER_CHUNKS = 0.03
-"""How much longer a link alone may take with larger chunks, which cost the host less."""
+"""A link alone may take so much longer with larger chunks, which cost the host less."""
 
 MOST_CHUNKS = 16
 """Chunks of a transfer by a link alone, as far as :data:`CHUNKS` go: each one costs the host."""
@@ -42,22 +42,22 @@ _LEAST_SHARE = 0.002
 _BALANCED = 0.02
 """The search of stage one ends where the slowest and the fastest link differ by less."""
 _CHUNK_FACTORS = (1.0, 0.5, 0.25)
-"""How much smaller chunks of links with small shares are tried."""
+"""The sizes of chunks, relative to the usual one, that are tried for links with small shares."""
 _NEIGHBOURS = (0.005, 0.01, 0.02)
-"""How far from the best shares the last comparison of stage one looks, to both sides."""
+"""The last comparison of stage one looks so far from the best shares, to both sides."""
 LEAST_GAIN = 0.03
-"""How much faster several links have to be than one alone, as the others cost the host time and
+"""Several links have to be so much faster than one alone, as the others cost the host time and
 since the best of several trials is in part the luckiest."""
 LEAST_SECONDS = 16e-6
-"""How much less time they have to take besides: they cost the host some 180 us more, a transfer."""
+"""They have to take so much less time besides: they cost the host some 180 us more, a transfer."""
 _ROUNDS = 3
-"""How often that comparison tries each; the least counts, since what disturbs a trial only makes it
+"""That comparison tries each so often; the least counts, since what disturbs a trial only makes it
 longer."""
 _LAST_ROUNDS = 5
-"""How often its fastest shares and one link alone are tried again; there the median counts, since a
+"""Its fastest shares and one link alone are tried again so often; there the median counts, since a
 caller is disturbed, too."""
 _THRESHOLD, _RETURN_THRESHOLD = 0.10, 0.03
-"""How far apart links have to be before stage two moves bytes: off the fastest link, and back."""
+"""Stage two moves bytes where links are at least so far apart: off the fastest link, and back."""
 _GAIN, _RETURN_GAIN = 0.5, 1.0
 """The part of the levelling amount that is moved at once."""
 _RETRY_WINDOWS = 50
@@ -139,13 +139,13 @@ def shares_of(models: Sequence[LinkModel], nbytes: int) -> tuple[float, ...]:
 
 
 def chunks_of(models: Sequence[LinkModel], shares: Sequence[float]) -> list[int]:
-    """How many bytes each link moves at once by its share."""
+    """The bytes that each link moves at once by its share."""
     pairs = zip(models, shares, strict=True)
     return [model.chunk_of(share) for model, share in pairs]
 
 
 def cut(shares: Sequence[float], nbytes: int) -> list[int]:
-    """How many bytes each link carries: multiples of :data:`GRAIN`, but for the last of all."""
+    """The bytes that each link carries: multiples of :data:`GRAIN`, but for the last of all."""
     bounds, total = [0], 0.0
     for share in shares:
         total += share
@@ -196,12 +196,12 @@ class Balancer:
         return self._classes[size_class(nbytes)].models
 
     def chunks(self, nbytes: int) -> list[int]:
-        """How many bytes each link moves at once by its share, for a size whose class is tuned."""
+        """The bytes that each link moves at once by its share, for a size whose class is tuned."""
         known = self._classes[size_class(nbytes)]
         return chunks_of(known.models, known.shares)
 
     def trials(self, nbytes: int) -> int:
-        """How many trials stage one took for this size's class."""
+        """The number of trials that stage one took for this size's class."""
         return self._classes[size_class(nbytes)].trials
 
     def tune(self, nbytes: int, measure: Measure) -> tuple[float, ...]:

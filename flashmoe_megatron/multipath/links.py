@@ -14,7 +14,7 @@ from flashmoe_megatron.ranks import StoreRanks
 
 
 class Place(NamedTuple):
-    """Where peers write what this rank sends, in memory of :meth:`Link.allocate` or its like.
+    """The memory of peers, of :meth:`Link.allocate` or its like, that this rank writes into.
 
     ``name`` says where the whole begins, the same on every rank; ``targets`` are the addresses by
     the peer's rank, and ``block`` is the link's number of the memory.
@@ -66,7 +66,7 @@ class Part(NamedTuple):
     chunk: int
 
     def of(self, length: int) -> int:
-        """How many bytes of a piece that is so long it has."""
+        """The number of bytes that it has of a piece that is so long."""
         return min(self.end, length) - min(self.begin, length)
 
 

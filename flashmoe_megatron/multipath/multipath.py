@@ -382,7 +382,7 @@ class Multipath(EndsWithGroup):
                 any(link.guard(output.view(-1)) for link in used)
 
     def _gather_of(self, output: torch.Tensor, input: torch.Tensor) -> Load | None:
-        """How a gather goes over links, ``None`` if it goes by torch.distributed."""
+        """The plan of a gather over links, ``None`` if it goes by torch.distributed."""
         lengths, dtypes = (output.numel(), input.numel()), (output.dtype, input.dtype)
         key = (output.data_ptr(), input.data_ptr(), lengths, dtypes)
         known = self._in_place.get(key)
@@ -408,11 +408,11 @@ class Multipath(EndsWithGroup):
         return gather
 
     def _gathered_in(self, whole: torch.Tensor, nbytes: int) -> Place | None:
-        """Where peers have this rank's part of a gather, whose parts are so many bytes apart."""
+        """The places of this rank's part of a gather at peers; parts are so many bytes apart."""
         return self._place_in(whole, dict.fromkeys(range(self.num_ranks), nbytes * self.rank))
 
     def _place_in(self, whole: torch.Tensor, offsets: Mapping[int, int]) -> Place | None:
-        """Where peers have what this rank sends them, if they can be written to."""
+        """The places at peers that this rank sends to, if they can be written to."""
         places = (link.place_of(whole, offsets) for link in self.transfers.links)
         return next(filter(None, places), None)
 

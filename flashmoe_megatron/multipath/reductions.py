@@ -12,7 +12,7 @@ from flashmoe_megatron.multipath.queues import Queues
 logger = logging.getLogger("flashmoe_megatron")
 
 _ELEMENTS = 2**24
-"""How many elements are summed at once, which bounds the memory that this takes."""
+"""So many elements are summed at once, which bounds the memory that this takes."""
 _ACCUMULATORS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,

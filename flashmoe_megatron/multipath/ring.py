@@ -35,7 +35,7 @@ Slots = tuple[dict[int, int], dict[int, int], dict[int, int]]
 for the data that it sends to all; the last is empty if the link has none."""
 
 _FAR = 2**30
-"""How far ahead a counter is set that no rank will count on any more."""
+"""A counter that no rank will count on any more is set so far ahead."""
 
 
 def has_counted(word: Any, count: int) -> bool:

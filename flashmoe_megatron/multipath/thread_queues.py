@@ -20,7 +20,7 @@ from flashmoe_megatron.multipath.queues import Queues
 
 SLOT_BYTES = 2**20
 _LONGEST_PAUSE_S = 1e-3
-"""How long a thread that waits for a word sleeps at most before it looks again."""
+"""A thread that waits for a word sleeps at most so long before it looks again."""
 _HERE = contextlib.nullcontext()
 _Work = Callable[[], object]
 

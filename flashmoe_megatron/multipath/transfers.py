@@ -64,7 +64,7 @@ class Load:
 
 
 class _Route(NamedTuple):
-    """How pieces go over links, as :meth:`Transfers.fly` takes it; one ``alone``, or -1."""
+    """The way of pieces over links, as :meth:`Transfers.fly` takes it; one ``alone``, or -1."""
 
     carried: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -246,7 +246,7 @@ class Transfers:
         return load.route
 
     def _route_by(self, balancer: Balancer, length: int, shares: tuple[float, ...]) -> _Route:
-        """How pieces of a length go by a balancer's shares."""
+        """The way of pieces of a length by a balancer's shares."""
         models = balancer.models(length * (self._num_ranks - 1))
         carried = tuple(cut(shares, length))
         alone = carried.index(length) if length in carried else -1

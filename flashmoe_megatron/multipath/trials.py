@@ -12,9 +12,9 @@ from flashmoe_megatron.ranks import Answers, StoreRanks
 _SAMPLES = 8
 """One in so many transfers is timed, since that takes a GPU time."""
 _ROUNDS = 5
-"""How often links and torch.distributed are tried; medians count."""
+"""Links and torch.distributed are tried so often; medians count."""
 _MARGIN = 0.05
-"""How much less time links have to take: a host that is late is in a trial by chance, and links
+"""Links have to take so much less time: a host that is late is in a trial by chance, and links
 cost it more than torch.distributed does."""
 
 _Result = TypeVar("_Result")

@@ -1,1 +1,1 @@
-"""Where a launch computes each expert, if hot ones may be computed on several ranks."""
+"""Decides where a launch computes each expert, if hot ones may be on several ranks."""

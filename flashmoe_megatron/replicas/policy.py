@@ -10,7 +10,7 @@ from flashmoe_megatron.replicas.placement import Counts, Placement
 from flashmoe_megatron.replicas.popular import popular
 
 When = Literal["launch", "lookahead", "off"]
-"""When replicas are planned; the option ``placement`` says what each word means."""
+"""The time at which replicas are planned; the option ``placement`` says what each word means."""
 Policy = Literal["balance", "popular"]
 """Aims of their plan; the option ``replica_policy`` says what each word means."""
 POLICIES: tuple[Policy, ...] = get_args(Policy)

@@ -140,7 +140,7 @@ class SeparateBackend(Backend):
 
     @property
     def streams(self) -> dict[str, Lane]:
-        """Where rows travel between ranks, by the name of the stream."""
+        """The streams on which rows travel between ranks, by name."""
         return self._exchange.lanes
 
     def take_records(self) -> list[LaunchRecord]:

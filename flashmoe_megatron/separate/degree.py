@@ -171,7 +171,7 @@ def tasks_of(one: Pass, degree: int) -> list[Task]:
 
 
 def schedule(tasks: Sequence[Task], slowdowns: Sequence[Slowdown] = ()) -> list[Span]:
-    """When each task begins and ends, by position, if every stream runs what it can."""
+    """Plays every stream; returns when each task begins and ends, by position."""
     queues: dict[tuple[Stream, int], list[int]] = {}
     for place, task in enumerate(tasks):
         queues.setdefault((task.stream, task.queue), []).append(place)

@@ -1,4 +1,4 @@
-"""How rows travel: directly, by copy engines, or in two steps through the ranks of a host.
+"""The ways of rows: directly, by copy engines, or in two steps through the ranks of a host.
 
 All exchanges bring the same rows in the same order, that of the ranks that have sent them. Counts
 of rows are ``[source][target]`` of the whole group.

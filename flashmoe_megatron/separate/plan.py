@@ -1,4 +1,4 @@
-"""Where every route of one call goes, and which part of them travels when.
+"""The target of every route of one call, and the order in which parts of them travel.
 
 The host knows how many rows there are between all ranks and experts, after one wait: exchanges need
 that. All indices of all parts are made on the device, which knows these numbers
@@ -249,7 +249,7 @@ def _parts_of(routes: Routes, degree: int, found: Indices) -> list[Part]:
 
 
 def _cut(counts: Numbers, degree: int) -> Numbers:
-    """How many of some numbers of rows each part has; ``[degree, *counts.shape]``."""
+    """Cuts numbers of rows into each part's; ``[degree, *counts.shape]``."""
     bounds = counts * np.arange(degree + 1)[:, None, None] // degree
     return bounds[1:] - bounds[:-1]
 

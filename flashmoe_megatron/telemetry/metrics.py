@@ -179,7 +179,7 @@ def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
 
 
 def _of_placement(totals: Totals) -> Iterator[Named]:
-    """Where routes go, of forwards, and what replicas have brought there."""
+    """Says where the routes of forwards go, and what replicas have brought there."""
     stays = goes = 0.0
     for layer in totals.layout.layers:
         of_ranks = zip(totals.local_routes[layer], totals.routes[layer], strict=True)

@@ -6,7 +6,7 @@ from flashmoe_megatron.bench.shapes import Shape
 
 WEIGHT_BYTES = 2
 GRAD_BYTES = {"bf16": 2, "main_grad": 8}
-"""What a gradient moves: it is written in 16 bits, or a float32 sum is read and written."""
+"""Bytes that a gradient moves: it is written in 16 bits, or a float32 sum is read and written."""
 
 
 @dataclass(frozen=True)

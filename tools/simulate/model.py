@@ -257,7 +257,7 @@ class _Links:
         self._used = dict.fromkeys(self._whole, 0.0)
 
     def receive(self, part: float, not_before: float = 0.0) -> float:
-        """When a part of a direction's rows is here that is sent as soon as it may be."""
+        """Returns when a part of a direction's rows is here that is sent as soon as it may be."""
         last = max(self._begin, not_before)
         for link, whole in self._whole.items():
             if whole == 0.0:

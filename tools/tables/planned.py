@@ -41,7 +41,7 @@ TIMES_MS = {
 
 
 def kept() -> list[str]:
-    """What a forward keeps for its backward, by formula, in GB."""
+    """The GB that a forward keeps for its backward, by formula."""
     named = {
         "Qwen3-30B-A3B, 8K": QWEN3_30B,
         "Qwen3-235B-A22B, 8K": QWEN3_235B,
@@ -68,7 +68,7 @@ def kept() -> list[str]:
 
 
 def hosts_take() -> list[str]:
-    """What crosses between hosts, and what launches take for it; the library knows their heap."""
+    """Rows that cross between hosts, and the launches for them; the library knows their heap."""
     named = {
         "Qwen3-30B": (QWEN3_30B, (2, 8, 16)),
         "Qwen3-235B": (QWEN3_235B, (2, 8, 16)),
@@ -104,7 +104,7 @@ def _over_hosts(num_hosts: int) -> MoEConfig:
 
 
 def hosts_cost() -> list[str]:
-    """What crosses and how long a forward takes, with a row for each host or for each route."""
+    """Rows that cross, and the time of a forward, with a row for each host or for each route."""
 
     def rows() -> Iterator[list[object]]:
         for num_hosts in (2, 8, 32, 512):

@@ -37,7 +37,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Ending:
-    """When what ends, in microseconds since the launch's first stamp.
+    """The times at which things end, in microseconds since the launch's first stamp.
 
     Attributes:
         products: When CTAs end their last product: the first tenth, the median and the last.

@@ -1,4 +1,4 @@
-"""When two loss curves are one as far as rounding goes, and a picture of them."""
+"""Tells whether two loss curves are one as far as rounding goes, and draws them."""
 
 import json
 import math

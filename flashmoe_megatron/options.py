@@ -19,6 +19,7 @@ from flashmoe_megatron.config import (
     MAX_TIMEOUT,
     MAX_TOKENS,
     MIN_TIMEOUT,
+    Experts,
     KeepOption,
     got,
     is_count,
@@ -275,6 +276,15 @@ class FrameworkOptions(BackendOptions):
         "in parts that overlap. reference is plain torch, and slow on a GPU. auto takes the "
         "kernel for bfloat16 and float16 on a Hopper GPU, scheduled for everything else on GPUs, "
         "and the reference on CPUs.",
+    )
+    experts: Experts = option(
+        "bf16",
+        one_of(get_args(Experts)),
+        "What routed experts compute in. bf16 takes the dtype of their parameters. fp8 computes "
+        "forwards in blockwise FP8 (E4M3, with a power of two as the scale of each 1 x 128 values "
+        "of tokens and 128 x 128 of weights), sends tokens so, and computes backwards in bfloat16 "
+        "from what forwards computed with. The backends scheduled and reference have it, no faster "
+        "than bfloat16; the kernel does not.",
     )
     max_tokens: int | None = option(
         None,

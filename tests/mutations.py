@@ -1552,6 +1552,27 @@ MUTATIONS = (
         "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
     ),
     Mutation(
+        "layers of frameworks compute in bfloat16 where FP8 is asked for",
+        "GroupBackends.backend_of",
+        "experts=self._settings.experts",
+        "",
+        "tests/unit/test_fp8.py::test_layers_of_frameworks_get_what_their_option_says",
+    ),
+    Mutation(
+        "metrics count dispatched tokens in FP8 as bfloat16",
+        "LayerPlace.pulled_bytes",
+        "self.config.dispatched_bytes(self.element_bytes)",
+        "self.row_bytes",
+        "tests/unit/test_fp8.py::test_metrics_count_the_bytes_that_travel",
+    ),
+    Mutation(
+        "Megatron's runs in another recipe may have experts in blockwise FP8",
+        "check_fp8_experts",
+        'in_fp8 and recipe != "blockwise"',
+        "False",
+        "tests/megatron/test_fp8.py::test_what_experts_in_fp8_would_not_follow",
+    ),
+    Mutation(
         "the kernel computes experts in bfloat16 that are to be in FP8",
         "check_kernel_experts",
         'config.experts != "bf16"',

@@ -117,13 +117,16 @@ class GroupBackends:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
 
         Making one is collective over the group. At the first, ranks compare their settings: many
-        say in which collectives a rank takes part. The shape's own ``max_tokens`` does not count.
+        say in which collectives a rank takes part. The shape's own ``max_tokens`` and ``experts``
+        do not count.
 
         Raises:
             ConfigError: The ranks have different settings; or see
                 :func:`~flashmoe_megatron.select.select_backend`.
         """
-        config = dataclasses.replace(shape, max_tokens=self.max_tokens)
+        config = dataclasses.replace(
+            shape, max_tokens=self.max_tokens, experts=self._settings.experts
+        )
         key = config, dtype
         if key not in self._backends:
             with unseen():
@@ -355,7 +358,7 @@ class LayerExperts(ABC):
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         return LayerPlace(
-            config=self._shape,
+            config=dataclasses.replace(self._shape, experts=self.backend.config.experts),
             rank=self.rank,
             element_bytes=self.dtype.itemsize,
             capacity_factor=self.capacity_factor,

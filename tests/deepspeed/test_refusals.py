@@ -81,6 +81,22 @@ def test_what_the_kernel_does_not_compute_is_refused(monkeypatch: pytest.MonkeyP
     assert problem() == "no library"
 
 
+def test_what_experts_in_fp8_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Settings(experts="fp8")
+    wide = cases.make_config(hidden=128, intermediate=128)
+    assert refusals.layer_problem(info(shape=wide), asked, CPU) is None
+    for changes, settings, words in (
+        ({}, asked, "hidden=64: wanted a multiple of 128"),
+        ({"shape": wide, "dtype": torch.float16}, asked, "weights in torch.float16: wanted bf"),
+        ({"shape": wide, "biases": (True, True)}, asked, "with biases: wanted none"),
+        ({"shape": wide}, Settings(experts="fp8", spare_slots=1), "wanted spare_slots=0"),
+    ):
+        assert words in str(refusals.layer_problem(info(**changes), settings, CPU))
+    monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device, dtype: "kernel")
+    problem = refusals.layer_problem(info(shape=wide), asked, GPU)
+    assert "experts='fp8' on the backend 'kernel'" in str(problem)
+
+
 def test_groups_lie_in_blocks_of_hosts() -> None:
     hosts = {0: "a", 1: "a", 2: "b", 3: "b", 4: "a"}
     for ranks in ([0, 1], [0, 2], [0, 1, 2, 3]):

@@ -14,6 +14,7 @@ from flashmoe_megatron.adapters.deepspeed import slices
 from flashmoe_megatron.adapters.gradients import plan_reduction
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.measured.fit import write_fit
+from tests.deepspeed import harness, models
 from tests.deepspeed.harness import DEEPSPEED, Case, batch, build, train, train_engine
 from tests.deepspeed.models import EXPERTS
 from tests.distributed import RankPool
@@ -115,6 +116,33 @@ def test_two_ranks(name: str, two_ranks: RankPool) -> None:
 @pytest.mark.parametrize("expert", EXPERTS)
 def test_experts(expert: str, two_ranks: RankPool) -> None:
     DEEPSPEED.compare(two_ranks, Case(**native(expert=expert, k=2), zero=2, steps=2))
+
+
+def test_experts_in_fp8(two_ranks: RankPool) -> None:
+    """Losses are near those of bfloat16, and not the same; the layers say what they compute."""
+    for in_bf16, in_fp8, kinds in two_ranks.run(trainings_in_fp8):
+        assert kinds == {"bf16", "fp8"}
+        assert in_fp8 != in_bf16
+        assert in_fp8 == pytest.approx(in_bf16, rel=0.05)
+        assert in_fp8[-1] < in_fp8[0]
+
+
+def trainings_in_fp8(group: dist.ProcessGroup) -> tuple[list[float], list[float], set[str]]:
+    """The losses of both, at sizes that have whole blocks."""
+    found, kinds = [], set()
+    with mock.patch.object(models, "HIDDEN", 128), mock.patch.object(harness, "HIDDEN", 128):
+        for experts in ("bf16", "fp8"):
+            case = Case(
+                **native(expert="swiglu", k=2), zero=2, config=BF16, settings={"experts": experts}
+            )
+            engine = build(case, fused=True)
+            found.append(train_engine(engine, case).losses)
+            kinds |= {
+                module.flashmoe.experts.backend.config.experts
+                for module in engine.module.modules()
+                if hasattr(module, "flashmoe")
+            }
+    return found[0], found[1], kinds
 
 
 @pytest.mark.parametrize("form", ["swiglu_clamped", "swiglu_oai"])

@@ -3,13 +3,16 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron import fp8, routed
+from flashmoe_megatron.adapters.megatron.config.refusals import check_fp8_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.errors import ConfigError
@@ -18,6 +21,7 @@ from tests.distributed import RankPool
 from tests.megatron.grouped import TorchGroupedLinear
 from tests.megatron.harness import Layout, prepare, transformer_config
 from tests.megatron.layers import make_layer
+from tests.megatron.test_layer import run_layer
 from tests.unit.cases import make_config
 
 EP2 = Layout(expert=2)
@@ -110,6 +114,106 @@ def test_experts_that_are_built_later_are_as_megatron_has_them() -> None:
             raise ConfigError("the layer is of no use")
         experts.SequentialMLP()
     assert made == [False, True]
+
+
+IN_FP8 = {
+    "hidden_size": 128,
+    "moe_ffn_hidden_size": 128,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+}
+
+
+def test_experts_in_fp8_are_near_alltoalls(two_ranks: RankPool) -> None:
+    """As far from a layer in bfloat16 as E4M3 is, and no nearer; the router is the same."""
+    for stock, fused, said in two_ranks.run(layers_in_fp8):
+        assert fused.keys() == stock.keys()
+        for name, tensor in fused.items():
+            far = (tensor - stock[name]).float().norm() / stock[name].float().norm()
+            assert far < 0.15, (name, far)
+            if "experts" in name or name == "output":
+                assert far > 0.02, (name, far)
+        assert fp8.FP8_EXPERTS in said
+        assert fp8.BFLOAT16_EXPERTS not in said
+
+
+def layers_in_fp8(
+    group: dist.ProcessGroup,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
+    prepare(EP2, experts="fp8")
+    stock = run_layer(make_layer(transformer_config(EP2, "alltoall", **IN_FP8)))
+    engine = Engine()
+    engine.computes_in_fp8 = True
+    with pytest.MonkeyPatch.context() as patched, engine.installed(*RELEASES[0]):
+        patched.setattr(routed, "_said", set())
+        layer = make_layer(transformer_config(EP2, "flashmoe", **IN_FP8))
+        fused = run_layer(layer)
+        assert layer.flashmoe_routed_experts.backend.config.experts == "fp8"
+        return stock, fused, routed._said
+
+
+class Recipe(Enum):
+    """As Megatron has recipes."""
+
+    tensorwise = "tensorwise"
+    blockwise = "blockwise"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"fp8": "hybrid", "fp8_recipe": Recipe.tensorwise},
+            "--fp8-recipe tensorwise: pass --fp8-recipe blockwise",
+        ),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: pass"),
+        ({"first_last_layers_bf16": True}, "--first-last-layers-bf16: leave it out"),
+        ({"bf16": False, "fp16": True}, "parameters in torch.float16: pass --bf16"),
+        ({"bf16": False, "params_dtype": torch.float32}, "parameters in torch.float32: pass"),
+        ({"add_bias_linear": True}, "biases: pass --disable-bias-linear"),
+        ({"activation_func_clamp_value": 7.0}, "a clamp of activations: leave it out"),
+        ({"glu_linear_offset": 1.0}, "--glu-linear-offset: leave it at 0"),
+    ],
+    ids=str,
+)
+def test_what_experts_in_fp8_would_not_follow(settings: dict[str, Any], words: str) -> None:
+    config = SimpleNamespace(**vars(transformer_config(Layout(), "flashmoe", **IN_FP8)))
+    check_fp8_experts(config, Settings(experts="fp8"))
+    vars(config).update(settings)
+    check_fp8_experts(config, Settings())
+    with pytest.raises(ConfigError, match=f"^--flashmoe-experts fp8 with {words}") as refusal:
+        check_fp8_experts(config, Settings(experts="fp8"))
+    assert str(refusal.value).endswith(", or pass --flashmoe-experts bf16")
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", Recipe.blockwise])
+def test_a_run_in_blockwise_fp8_may_have_such_experts(
+    recipe: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformer_config(Layout(), "flashmoe", **IN_FP8)
+    for config.fp8 in ("e4m3", "hybrid"):  # a forward is in E4M3 with either
+        config.fp8_recipe = recipe
+        check_fp8_experts(config, Settings(experts="fp8"))
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    with pytest.raises(ConfigError, match=r"FP32_SCALES=1: leave it out, .* powers of two, or"):
+        check_fp8_experts(config, Settings(experts="fp8"))
+
+
+def test_the_layer_refuses_them(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(refused_in_fp8):
+        assert "--flashmoe-experts fp8 with biases: pass --disable-bias-linear" in said[0]
+        assert "experts='fp8' with hidden=64: wanted a multiple of 128" in said[1]
+
+
+def refused_in_fp8(group: dist.ProcessGroup) -> list[str]:
+    prepare(EP2, experts="fp8")
+    said = []
+    for more in ({"add_bias_linear": True}, {"hidden_size": 64}):
+        config = transformer_config(EP2, "flashmoe", **{**IN_FP8, **more})
+        with pytest.raises(ConfigError) as error:
+            make_layer(config)
+        said.append(str(error.value))
+    return said
 
 
 @pytest.mark.parametrize("is_on", [False, True])

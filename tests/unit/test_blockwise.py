@@ -41,8 +41,8 @@ def check(x: torch.Tensor, height: int) -> Blocks:
     return found
 
 
-def test_every_bfloat16_as_the_largest_of_a_block() -> None:
-    """Zero, subnormals, all finite numbers and infinity, each over smaller values of all sizes."""
+def all_sizes() -> tuple[torch.Tensor, torch.Tensor]:
+    """The bits of all numbers and of infinity, and rows in which each is the largest value."""
     g = generator(1)
     largest = torch.arange(INFINITY + 1)
     near = (largest[:, None] - torch.randint(0, 2**11, (len(largest), 96), generator=g)).clamp(0)
@@ -50,17 +50,26 @@ def test_every_bfloat16_as_the_largest_of_a_block() -> None:
     bits = torch.cat((largest[:, None], near, any_size), dim=1)
     order = torch.rand(bits.shape, generator=g).argsort(1)
     signs = torch.randint(0, 2, bits.shape, generator=g) << 15
-    found = check(of_bits(bits.gather(1, order) + signs), ROW)
-    read = dequantize(found, torch.bfloat16)
+    return largest, of_bits(bits.gather(1, order) + signs)
+
+
+def every_bit_pattern() -> torch.Tensor:
+    """All values in one matrix, in any order."""
+    return of_bits(torch.randperm(2**16, generator=generator(2)).view(512, 128))
+
+
+def test_every_bfloat16_as_the_largest_of_a_block() -> None:
+    """Zero, subnormals, all finite numbers and infinity, each over smaller values of all sizes."""
+    largest, x = all_sizes()
+    read = dequantize(check(x, ROW), torch.bfloat16)
     assert read[largest < ROUNDS_UP].isfinite().all()
 
 
 @pytest.mark.parametrize("height", [ROW, SQUARE])
 def test_all_bit_patterns_in_one_matrix(height: int) -> None:
     """NaN, which no maximum counts, and infinity as well, side by side with all other values."""
-    every = torch.arange(2**16)
-    check(of_bits(every.view(256, 256)), height)
-    check(of_bits(every[torch.randperm(2**16, generator=generator(2))].view(512, 128)), height)
+    check(of_bits(torch.arange(2**16).view(256, 256)), height)
+    check(every_bit_pattern(), height)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 with the oracle.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +13,19 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import FlashMoELayer
+from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import check_kernel_experts
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.hooks import Call
 from flashmoe_megatron.separate.precision import precision_of
 from flashmoe_megatron.separate.steps import PLAIN
+from flashmoe_megatron.telemetry.totals import LayerPlace
 from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 from tests.distributed import RankPool, refusal
 from tests.unit import cases, fp8
@@ -371,6 +375,26 @@ def test_options_that_have_no_fp8_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         select_backend(CONFIG, None, "cpu", kind=kind, **options)
+
+
+def test_layers_of_frameworks_get_what_their_option_says() -> None:
+    shape = cases.make_config(**{**SIZES, "experts": "bf16"})
+    for experts in ("bf16", "fp8"):
+        backends = GroupBackends(None, torch.device("cpu"), FrameworkOptions(experts=experts), 64)
+        backend = backends.backend_of(shape, torch.bfloat16)
+        assert backend.config == dataclasses.replace(shape, experts=experts, max_tokens=64)
+        assert FrameworkOptions(experts=experts).agreed["experts"] == experts
+
+
+def test_metrics_count_the_bytes_that_travel() -> None:
+    """Tokens come to experts in fewer bytes; results and gradients as in bfloat16."""
+    rows = 2 * CONFIG.hidden
+    for config, token in ((dataclasses.replace(CONFIG, experts="bf16"), rows), (CONFIG, 272)):
+        place = LayerPlace(config, 0)
+        assert place.pulled_bytes("forward") == token
+        assert place.pulled_bytes("backward") == place.row_bytes == rows
+        forward, backward = (place.padded_bytes(64, way) for way in ("forward", "backward"))
+        assert forward * 2 * rows == backward * (token + rows)
 
 
 @pytest.mark.parametrize("kind", ["kernel", "auto"])

@@ -1,5 +1,6 @@
 """Why a layer of the right structure cannot be served on this machine or in this engine."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
-from flashmoe_megatron.checks import KERNEL_DTYPES
+from flashmoe_megatron.checks import KERNEL_DTYPES, check_fp8, check_kernel_experts
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.grid import arrange
 from flashmoe_megatron.replicas.policy import check_slots
@@ -27,14 +28,17 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
     """Says what keeps this rank's device from serving a layer, with the way out."""
     try:
         kind = resolve_kind(settings.backend, device, info.dtype)
+        shape = dataclasses.replace(info.shape, experts=settings.experts)
+        check_fp8(shape, info.dtype, transposed=False, has_biases=any(info.biases))
         if kind == "kernel":
+            check_kernel_experts(shape)
             from flashmoe_megatron.kernel import bindings
 
             bindings.load_on_gpu()
     except FlashMoEError as error:
         return str(error)
     try:
-        check_slots(info.shape, settings.spare_slots, settings.placement)
+        check_slots(shape, settings.spare_slots, settings.placement)
     except FlashMoEError as error:
         return str(error)
     if kind == "kernel":

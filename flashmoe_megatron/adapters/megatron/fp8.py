@@ -1,4 +1,6 @@
-"""Routed experts of runs in FP8: they compute in bfloat16, from parameters in bfloat16.
+"""Routed experts of runs in FP8: they compute in bfloat16 or, if asked, in blockwise FP8.
+
+Their parameters are bfloat16 in either case.
 
 Attention, dense layers and shared experts are Transformer Engine's, which decides by its autocast
 in every call; nothing here changes them.
@@ -14,10 +16,16 @@ from typing import Any
 from flashmoe_megatron.adapters.patch import Function, patch
 
 BFLOAT16_EXPERTS = (
-    "routed experts compute in bfloat16; attention, dense layers and shared experts in FP8, as "
-    "Transformer Engine does"
+    "routed experts compute in bfloat16 (--flashmoe-experts bf16); attention, dense layers and "
+    "shared experts in FP8, as Transformer Engine does"
 )
 """The notice that the user of such a run receives."""
+
+FP8_EXPERTS = (
+    "routed experts compute forwards in blockwise FP8 (--flashmoe-experts fp8), with scales of "
+    "1 x 128 and 128 x 128 that are powers of two, and backwards in bfloat16 from the same operands"
+)
+"""The notice that the user receives who has asked for it, with --fp8-format and without."""
 
 _CLASSES = ("SequentialMLP", "TEGroupedMLP", "GroupedMLP")
 """The experts' classes in ``megatron.core.transformer.moe.experts``; releases differ."""

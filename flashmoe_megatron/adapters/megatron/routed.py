@@ -23,9 +23,10 @@ from flashmoe_megatron.adapters.megatron.config.notices import ignored_settings
 from flashmoe_megatron.adapters.megatron.config.refusals import (
     SCRIPT_REFUSALS,
     check_early_routing,
+    check_fp8_experts,
     refuse,
 )
-from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, fp8_is_on
+from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, FP8_EXPERTS, fp8_is_on
 from flashmoe_megatron.adapters.megatron.offload import run_offloaded, unused_modules
 from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
@@ -95,6 +96,7 @@ class RoutedExperts(LayerExperts):
         self.calibration: Calibration | None = None
         self._settings = with_config(config, current_settings())
         check_early_routing(config, self._settings)
+        check_fp8_experts(config, self._settings)
         self.pre_gates = self._settings.pre_gate
         self.looks_ahead = self._settings.placement == "lookahead"
         self.open()
@@ -124,7 +126,7 @@ class RoutedExperts(LayerExperts):
             ShapeError: There are more tokens than the layer was built for.
         """
         self.layer, self.is_training = layer, self._experts.training
-        if fp8_is_on():
+        if fp8_is_on() and self._settings.experts == "bf16":
             _say_once(BFLOAT16_EXPERTS)
 
         def compute(
@@ -264,7 +266,9 @@ def say_of_process(line: str) -> None:
 def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: bool) -> None:
     """Tells the user what computes a layer and what a setting becomes, each line once."""
     _say_once(describe(backend, config, is_bounded=is_bounded))
-    if getattr(config, "fp8", None):
+    if settings.experts == "fp8":
+        _say_once(FP8_EXPERTS)
+    elif getattr(config, "fp8", None):
         _say_once(BFLOAT16_EXPERTS)
     if settings.filled_slots and backend.config.num_ranks > 1:
         _say_once(_describe_replicas(backend.config, settings))

@@ -5,6 +5,7 @@ a part that flashmoe replaces (fusions of the permutation or of the activation, 
 dispatcher) are harmless and not listed; what is accepted and changes nothing is in ``notices.py``.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -153,6 +154,48 @@ def check_early_routing(config: Any, settings: Settings) -> None:
                 f"{flag_of('pre_gate')} with {flag}: the layer's routing is found before its "
                 "attention, once for each forward; leave one of the two out"
             )
+
+
+_FLOAT32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
+"""A variable that gives Transformer Engine scales which are no powers of two."""
+
+
+def check_fp8_experts(config: Any, settings: Settings) -> None:
+    """Refuses routed experts in FP8 where they would not follow a setting of the model.
+
+    Raises:
+        ConfigError: The model's recipe is another one, some of its layers are not in FP8, or its
+            experts have what no experts in FP8 have.
+    """
+    if settings.experts != "fp8":
+        return
+    recipe = getattr(config, "fp8_recipe", None)
+    recipe, dtype = getattr(recipe, "value", recipe), compute_dtype(config)
+    in_fp8 = is_set("fp8")(config)
+    for is_asked, what, way_out in (
+        (
+            in_fp8 and recipe != "blockwise",
+            f"--fp8-recipe {recipe}",
+            "pass --fp8-recipe blockwise",
+        ),
+        (
+            in_fp8 and os.environ.get(_FLOAT32_SCALES) == "1",
+            f"{_FLOAT32_SCALES}=1",
+            "leave it out, their scales are powers of two",
+        ),
+        (
+            is_set("first_last_layers_bf16")(config),
+            "--first-last-layers-bf16",
+            "leave it out, all layers have experts of one precision",
+        ),
+        (dtype != torch.bfloat16, f"parameters in {dtype}", "pass --bf16"),
+        (is_set("add_bias_linear")(config), "biases", "pass --disable-bias-linear"),
+        (clamp_value(config) is not None, "a clamp of activations", "leave it out"),
+        (is_set("glu_linear_offset")(config), "--glu-linear-offset", "leave it at 0"),
+    ):
+        if is_asked:
+            flag = flag_of("experts")
+            raise ConfigError(f"{flag} fp8 with {what}: {way_out}, or pass {flag} bf16")
 
 
 def _is_block(config: Any) -> bool:

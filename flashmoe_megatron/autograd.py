@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
+from torch._C._functorch import unwrap_if_dead
 
 from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
@@ -205,9 +206,9 @@ def _node(
     call: LayerCall, x: torch.Tensor, probs: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     anchors = () if call.gradients.main_grads is None else (_anchor().leaf,)
-    out = _RoutedExperts.apply(call, x, probs, *parameters, *anchors)  # type: ignore[no-untyped-call]
-    assert isinstance(out, torch.Tensor)
-    return out
+    # Function.apply would look at every parameter for a wrapper that stays when a transform of
+    # torch.func ends: 11 us for 128 of them. No layer runs within a transform.
+    return _apply_node(call, unwrap_if_dead(x), unwrap_if_dead(probs), *parameters, *anchors)
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -372,6 +373,9 @@ class _RoutedExperts(torch.autograd.Function):
         # Autograd drops the gradients of inputs that need none.
         anchors = () if main_grads is None else (None,)
         return None, grad_x, grad_probs, *destinations.grads(), *anchors
+
+
+_apply_node: Callable[..., torch.Tensor] = super(torch.autograd.Function, _RoutedExperts).apply
 
 
 def _refused_again(backend: Backend, void: NaNResult) -> NaNResult:

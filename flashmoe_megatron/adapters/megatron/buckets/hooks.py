@@ -60,7 +60,7 @@ class _Hook:
             return
         if experts is None:
             self.call()
-        elif experts.is_waiting():
+        elif experts.passes and experts.is_waiting():
             experts.arrive()
         elif param.grad is not None or experts.is_delayed:
             experts.tell(param, self)
@@ -207,6 +207,7 @@ class ExpertHooks:
 
     Attributes:
         gives_dummies: Whether hooks of others have to be called although they see no gradient.
+        passes: Backward passes of a last micro-batch that go on, by autograd's number.
         is_delayed: Whether DDP learns of gradients when Megatron's schedule asks for them, with
             ``--delay-wgrad-compute``.
     """
@@ -230,7 +231,7 @@ class ExpertHooks:
         self.is_delayed = self._hooks[0].called not in self._on_accumulators[0].values()
         self._is_last = False
         self._stream: torch.cuda.Stream | None = None
-        self._passes: dict[int, _Pass] = {}
+        self.passes: dict[int, _Pass] = {}
         for hook in self._hooks:
             hook.experts = weakref.ref(self)
 
@@ -290,7 +291,7 @@ class ExpertHooks:
                 for is_trained, node in zip(self._is_trained, accumulators, strict=True)
             ]
         if self._is_last and not self.is_delayed and any(runs):
-            self._passes[torch._C._current_graph_task_id()] = _Pass(
+            self.passes[torch._C._current_graph_task_id()] = _Pass(
                 [*itertools.compress(self.params, runs)]
             )
         if is_seen and not self._fuses:
@@ -305,16 +306,16 @@ class ExpertHooks:
 
     def is_waiting(self) -> bool:
         """Tells whether DDP learns of all gradients at once in this pass, after the last."""
-        return bool(self._passes) and torch._C._current_graph_task_id() in self._passes
+        return torch._C._current_graph_task_id() in self.passes
 
     def arrive(self) -> None:
         """Counts an accumulator that has run in this pass; after the last, DDP learns of all."""
         task = torch._C._current_graph_task_id()
-        this = self._passes[task]
+        this = self.passes[task]
         this.num_arrived += 1
         if this.num_arrived < len(this.params):
             return
-        del self._passes[task]
+        del self.passes[task]
         for group in self._groups:
             _check_is_awaited(group)
         brings = any(param.grad is not None for param in this.params)

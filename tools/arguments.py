@@ -3,7 +3,7 @@
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, shape_of
 from flashmoe_megatron.errors import ConfigError
@@ -40,15 +40,15 @@ def add_gated(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_shapes(parser: argparse.ArgumentParser) -> None:
+def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(SHAPES)) -> None:
     """Adds ``--shapes`` and ``--gated``; :func:`read_shapes` reads them."""
     parser.add_argument(
         "--shapes",
         nargs="+",
-        default=list(SHAPES),
+        default=list(default),
         metavar="SHAPE",
-        help=f"from {', '.join(ALL_SHAPES)}; the first {len(SHAPES)} unless given; or "
-        "TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, tokens of a rank",
+        help=f"from {', '.join(ALL_SHAPES)}, or TOKENSxHIDDENxINTERMEDIATExEXPERTSxTOPK, tokens of "
+        f"a rank; {', '.join(default)} unless given",
     )
     add_gated(parser)
 

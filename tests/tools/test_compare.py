@@ -9,7 +9,7 @@ import pytest
 
 from tools.bench import common, compare_libraries
 from tools.bench.bench_training import logs
-from tools.bench.compare_libraries import PASSES, names_of
+from tools.bench.compare_libraries import PASSES, Turn, names_of
 
 LOSSES = [10.5, 10.25, 10.0, 9.75, 9.5, 9.25, 9.0]
 
@@ -19,10 +19,11 @@ def milliseconds_in_file(
 ) -> None:
     """Stands in the place of ``work``: what the file says, and half a millisecond to count."""
     while orders.recv() is not None:
-        orders.send(dict.fromkeys(PASSES, float(library.read_text()) + 0.5 * counters))
+        times_ms = dict.fromkeys(PASSES, float(library.read_text()) + 0.5 * counters)
+        orders.send(Turn(times_ms, {"out": library.read_text()}))
 
 
-def test_libraries_of_one_name_are_told_apart(tmp_path: Path, monkeypatch) -> None:
+def test_libraries_of_one_name_are_told_apart(tmp_path: Path, monkeypatch, capsys) -> None:
     libraries = [tmp_path / name / "libflashmoe.so" for name in ("before", "now")]
     for milliseconds, library in enumerate(libraries, 1):
         library.parent.mkdir()
@@ -38,6 +39,9 @@ def test_libraries_of_one_name_are_told_apart(tmp_path: Path, monkeypatch) -> No
     wanted = {str(libraries[0]): [1.5, 1.5], str(libraries[1]): [2.5, 2.5], uncounted: [1.0, 1.0]}
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["milliseconds"] for row in rows] == [wanted] * len(PASSES)
+    printed = capsys.readouterr().out
+    assert f"paper-8k: {libraries[1]}'s out: other bits than {libraries[0]}'s\n" in printed
+    assert printed.count("other bits") == 1
 
 
 def test_libraries_are_named_shortly_and_once() -> None:

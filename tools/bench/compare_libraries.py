@@ -32,10 +32,10 @@ from examples.arguments import count
 from flashmoe_megatron.bench.correctness import LayerResults, relative_errors
 from flashmoe_megatron.bench.layers import kernel_layer, without_grad
 from flashmoe_megatron.bench.problem import make_problem
-from flashmoe_megatron.bench.shapes import ALL_SHAPES, Shape, shape_of, shares_of
+from flashmoe_megatron.bench.shapes import Shape, shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import add_gated, parser_of
+from tools.arguments import add_shapes, parser_of, read_shapes
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -147,24 +147,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("libraries", nargs="*", type=Path, help="others are compared with the first; default: ours")
     add("--uncounted", action="store_true", help="the first also without counters")
-    names = ", ".join(ALL_SHAPES)
-    add(
-        "--shapes",
-        nargs="+",
-        default=["paper-8k", "qwen3-30b"],
-        help=f"{names}, or tokens x hidden x intermediate x experts x top-k",
-    )
-    add_gated(parser)
+    add_shapes(parser, ["paper-8k", "qwen3-30b"])
     add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
     add("--one-of", type=count, default=4, help="1/N of the experts")
     add("--turns", type=count, default=8, help="of each library")
     add("--launches", type=count, default=20, help="of a turn")
     common.add_record_flags(parser, a_line="shape")
     options = parser.parse_args(arguments)
-    try:
-        options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
-    except ValueError as error:
-        parser.error(str(error))
+    read_shapes(parser, options)
     return options
 
 

@@ -110,6 +110,8 @@ def text_of(release: Release) -> str:
 TORCH = Project("torch", "torch", (2, 11), None)
 MEGATRON = Project("Megatron-Core", "megatron-core", (0, 16, 1), (0, 20), "megatron")
 """Releases up to 0.19.2; main calls itself 0.20."""
+BRIDGE = Project("Megatron-Bridge", "megatron-bridge", (0, 6, 2), (0, 6, 2))
+"""It brings a Megatron-Core of its own."""
 DEEPSPEED = Project("DeepSpeed", "deepspeed", (0, 19, 5), (0, 19, 8), "deepspeed")
 """From the first release on whose gate names the route of each token instead of masks."""
 TRANSFORMERS = Project("transformers", "transformers", (5, 17), (5, 24), "transformers")

@@ -113,7 +113,7 @@ ADAPTERS = [
 MEGATRON = [
     ["fixes", "fp8", "settings"],
     ["dispatcher"],
-    ["config", "peers"],
+    ["bridge", "config", "peers"],
     ["arguments", "offload", "shape"],
     ["buckets"],
     ["early_routing", "weights"],

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from flashmoe_megatron.adapters import megatron as adapter
 from flashmoe_megatron.adapters.megatron import dispatcher as dispatcher_module
+from flashmoe_megatron.adapters.megatron.bridge import patch_loading
 from flashmoe_megatron.adapters.megatron.config.asked import is_served
 from flashmoe_megatron.adapters.megatron.config.notices import find_notices
 from flashmoe_megatron.adapters.megatron.config.refusals import refuse
@@ -29,6 +30,7 @@ from flashmoe_megatron.adapters.megatron.schedule import patch_schedule
 from flashmoe_megatron.doctor.installed import environment
 from flashmoe_megatron.errors import ConfigError
 from tests.distributed import PATIENCE_S, RankPool
+from tests.megatron import recipes
 from tests.megatron.harness import (
     MEGATRON,
     Case,
@@ -38,6 +40,7 @@ from tests.megatron.harness import (
     transformer_config,
 )
 from tests.megatron.layers import make_layer
+from tests.megatron.recipes import published
 from tests.programs import run_python
 
 EP2 = Layout(expert=2)
@@ -296,6 +299,36 @@ def test_torch_that_loads_no_plugins_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert environment().problem == ""
 
 
+def bridge(**functions: Any) -> Any:
+    return SimpleNamespace(__name__="megatron.bridge.training.model_load_save", **functions)
+
+
+def test_bridge_exports_with_its_own_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = ["0.6.2"]
+    monkeypatch.setattr("importlib.metadata.version", lambda _: release[0])
+    for version, words in (("0.6.2", ""), ("0.7.0", "Megatron-Bridge 0.7.0 is newer than the")):
+        release[0] = version
+        module = bridge(build_and_load_model=lambda path, model_cfg, *_: is_ours(model_cfg))
+        with replacing("alltoall"):
+            patch_loading(module)
+            assert words in caplog.text
+            assert bool(caplog.text) == bool(words)
+            config = config_of()
+            assert is_ours(config)
+            assert not module.build_and_load_model("folder", config, "gpt")
+            assert not module.build_and_load_model("folder", model_cfg=config_of())
+            assert module.build_and_load_model("folder", config_of("flashmoe"))
+            holder = SimpleNamespace(transformer=config_of())
+            module.build_and_load_model("folder", holder)
+            assert not is_ours(holder.transformer)
+    with replacing("alltoall"), pytest.raises(ConfigError, match="has no build_and_load_model in"):
+        patch_loading(bridge())
+    with replacing(""):
+        patch_loading(bridge())
+
+
 AUTOLOAD = """
 from flashmoe_megatron.autoload import autoload
 autoload()  # as torch does where the package is installed
@@ -381,3 +414,15 @@ def test_spawned_processes_replace_and_each_says_so_once(tmp_path: Path) -> None
             "flashmoe\n"
         )
         assert ran.stdout.count(line) == 1
+
+
+@pytest.mark.parametrize("name", ["alltoall", "flex"])
+def test_published_recipes_of_bridge_are_accepted_in_another_place(name: str) -> None:
+    """The page's table says of them what a configuration of our own name meets."""
+    sources = (recipes.BRIDGE, recipes.BRIDGE_PERF)
+    of_bridge = [each.settings for each in published() if each.source in sources]
+    assert len(of_bridge) == 16
+    with replacing("alltoall,flex"):
+        for settings in of_bridge:
+            config = SimpleNamespace(moe_token_dispatcher_type=name, **settings)
+            refuse(config, OTHER_MEANINGS)

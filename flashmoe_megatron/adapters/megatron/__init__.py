@@ -38,6 +38,7 @@ _PATCHES = (
     ("training.global_vars", "metrics", "patch_wandb"),
     ("training.training", "metrics", "patch_training"),
     ("training.training", "buckets.sizes", "patch_training"),
+    ("bridge.training.model_load_save", "bridge", "patch_loading"),
     ("training.models.dist_utils", "buckets.sizes", "patch_builders"),
 )
 """A module of Megatron, and the module here and its function that patch it."""

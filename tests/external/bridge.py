@@ -1,0 +1,328 @@
+"""Builds recipes of Megatron-Bridge by its own functions, and trains a step beside alltoall.
+
+Bridge needs Python 3.12, and most of it imports Transformer Engine, for which stand-ins are enough
+here; Megatron's own layers are its local ones. Each recipe is cut to two layers of small experts on
+two ranks, goes through Bridge's checks, and has to have our experts in the model itself::
+
+    python3.12 -m venv bridge && . bridge/bin/activate
+    pip install torch transformers==5.12.1 omegaconf hydra-core datasets peft accelerate requests \
+        importlib_metadata einops rich tensorboard regex six tqdm pyyaml sentencepiece pillow pytest
+    pip install --no-deps megatron-bridge==0.6.2 megatron-core==0.19.2 diffusers
+    FLASHMOE_REPLACES=alltoall,flex PYTHONPATH=. torchrun --nproc_per_node 2 \
+        -m tests.external.bridge
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SEQUENCE, VOCABULARY, LAYERS = 32, 128, 2
+TOLERANCE = 1e-5
+"""Largest relative difference of losses and of the norm of all gradients, in float32."""
+
+ABSENT = (
+    "transformer_engine",
+    "megatron.energon",
+    "webdataset",
+    "nvidia_resiliency_ext",
+    "modelopt",
+)
+"""Packages that Bridge imports and that nothing here calls."""
+BESIDE = (
+    "megatron.bridge.diffusion",
+    "megatron.bridge.recipes.flux",
+    "megatron.bridge.recipes.wan",
+)
+"""Parts of Bridge for diffusion models, which need more such packages."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A row of the page's table: its words, the module below megatron.bridge, and the function."""
+
+    row: str
+    module: str
+    function: str
+
+
+PERF, OWN = "perf_recipes", "recipes"
+RECIPES = (
+    Recipe(
+        f"Qwen3-30B-A3B, BF16, 16, {PERF}",
+        f"{PERF}.qwen.h100.qwen3_moe",
+        "qwen3_30b_a3b_pretrain_16gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"Qwen3-30B-A3B, FP8 by tensor, 16, {PERF}",
+        f"{PERF}.qwen.h100.qwen3_moe",
+        "qwen3_30b_a3b_pretrain_16gpu_h100_fp8cs_config",
+    ),
+    Recipe(
+        f"Qwen3-30B-A3B, BF16, EP 8, 32, {PERF}",
+        f"{PERF}.qwen.h100.qwen3_moe",
+        "qwen3_30b_a3b_pretrain_32gpu_h100_bf16_dev_config",
+    ),
+    Recipe(
+        f"Qwen3-30B-A3B, BF16, 8, {OWN}",
+        f"{OWN}.qwen.h100.qwen3_moe",
+        "qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"Qwen3-235B-A22B, BF16, 256, {PERF}",
+        f"{PERF}.qwen.h100.qwen3_moe",
+        "qwen3_235b_a22b_pretrain_256gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"Qwen3-235B-A22B, FP8 by tensor, 256, {PERF}",
+        f"{PERF}.qwen.h100.qwen3_moe",
+        "qwen3_235b_a22b_pretrain_256gpu_h100_fp8cs_config",
+    ),
+    Recipe(
+        f"Qwen3-235B-A22B, BF16, 256, {OWN}",
+        f"{OWN}.qwen.h100.qwen3_moe",
+        "qwen3_235b_a22b_pretrain_256gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"DeepSeek-V3, BF16, 1024, {PERF}",
+        f"{PERF}.deepseek.h100.deepseek_v3",
+        "deepseek_v3_pretrain_1024gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"DeepSeek-V3, FP8 by block, 1024, {PERF}",
+        f"{PERF}.deepseek.h100.deepseek_v3",
+        "deepseek_v3_pretrain_1024gpu_h100_fp8sc_config",
+    ),
+    Recipe(
+        f"GPT-OSS-120B, BF16, 64, {PERF}",
+        f"{PERF}.gpt_oss.h100.gpt_oss",
+        "gpt_oss_120b_pretrain_64gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"GPT-OSS-20B, BF16, 16, {OWN}",
+        f"{OWN}.gpt_oss.h100.gpt_oss",
+        "gpt_oss_20b_pretrain_16gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"Moonlight-16B-A3B, BF16, 8, {OWN}",
+        f"{OWN}.moonlight.h100.moonlight_16b",
+        "moonlight_16b_pretrain_8gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"Kimi-K2, BF16, 1024, {PERF}",
+        f"{PERF}.kimi.h100.kimi_k2",
+        "kimi_k2_pretrain_1024gpu_h100_bf16_config",
+    ),
+)
+"""The page's recipes, but three whose models have Mamba, gated delta nets or sparse attention."""
+
+CUT = {
+    "num_layers": LAYERS,
+    "hidden_size": 128,
+    "ffn_hidden_size": 128,
+    "moe_ffn_hidden_size": 64,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "num_attention_heads": 4,
+    "seq_length": SEQUENCE,
+    "vocab_size": VOCABULARY,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "mtp_num_layers": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_force_load_balancing": False,  # its draws go on from one model to the next
+}
+"""Sizes of a model for two ranks; what the recipe chooses besides stays."""
+LOCAL = {
+    "transformer_impl": "local",
+    "moe_grouped_gemm": False,
+    "multi_latent_attention": False,  # Megatron's local attention has none
+    "use_cpu_initialization": True,
+    "cuda_graph_impl": "none",
+    "gradient_accumulation_fusion": False,
+    "params_dtype": torch.float32,
+    "attention_backend": None,
+    "fp8": None,
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "masked_softmax_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "persist_layer_norm": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+"""What Transformer Engine, Apex or a GPU would do; the numbers are those of Megatron without."""
+
+
+def prepare() -> None:
+    """Imports Bridge as it is where a GPU and Transformer Engine are missing."""
+    from examples import cpu_bridge
+    from flashmoe_megatron.autoload import autoload
+    from tests.external.stand_ins import StandIns, say_installed
+
+    cpu_bridge.enable()
+    autoload()  # as torch does where the package is installed
+    say_installed("transformer-engine", "2.13.0")
+    # What is imported before the stand-ins knows that Transformer Engine is missing.
+    for module in ("gpt", "gpt.gpt_layer_specs"):
+        importlib.import_module(f"megatron.core.models.{module}")
+    for module in ("distributed", "optimizer", "transformer.moe.moe_layer"):
+        importlib.import_module(f"megatron.core.{module}")
+    sys.meta_path.append(StandIns(ABSENT))
+    sys.meta_path.insert(0, StandIns(BESIDE))
+    logging.disable(logging.WARNING)
+    importlib.import_module("megatron.bridge")
+    importlib.import_module("megatron.bridge.training.model_load_save")
+
+
+def no_hub() -> None:
+    """Lets transformers make configurations by their model's name, for there is no hub here."""
+    import transformers
+
+    def make(name: str, *_: Any, **__: Any) -> Any:
+        sizes = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+        if "gpt-oss" in name:
+            return transformers.GptOssConfig(**sizes, architectures=["GptOssForCausalLM"])
+        if "Qwen3" in name:
+            return transformers.Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"])
+        return transformers.DeepseekV3Config(**sizes, architectures=["DeepseekV3ForCausalLM"])
+
+    transformers.AutoConfig.from_pretrained = make
+
+
+def build(recipe: Recipe, *, is_stock: bool) -> Any:
+    """Builds the model of a recipe by Bridge, cut and in float32; returns it.
+
+    The checks are those of Bridge before a training: of overlaps, and those of its provider.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from flashmoe_megatron.adapters.megatron import keep_dispatcher
+
+    module = importlib.import_module(f"megatron.bridge.{recipe.module}")
+    container = getattr(module, recipe.function)()
+    provider = container.model
+    for name, value in {**CUT, **LOCAL}.items():
+        if hasattr(provider, name):
+            setattr(provider, name, value)
+    if provider.recompute_modules:  # the other parts ask for Transformer Engine
+        parts = {"core_attn", "mlp", "moe"}
+        provider.recompute_modules = [each for each in provider.recompute_modules if each in parts]
+    if getattr(provider, "num_query_groups", None):
+        provider.num_query_groups = provider.num_attention_heads
+    if isinstance(getattr(provider, "moe_layer_freq", None), list):
+        provider.moe_layer_freq = [1] * LAYERS
+    if getattr(provider, "moe_shared_expert_intermediate_size", None):
+        provider.moe_shared_expert_intermediate_size = 64
+    provider.transformer_layer_spec = lambda config, **_: get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    if is_stock:
+        provider.moe_token_dispatcher_type = "alltoall"  # what flex would need is not here
+        keep_dispatcher(provider)
+    provider.bf16 = True  # Bridge's checks want half precision; the comparison is in float32
+    if container.comm_overlap is not None:
+        container.comm_overlap.finalize()
+        container.comm_overlap.data_parallel_size = dist.get_world_size()
+        container.comm_overlap.setup(provider, container.optimizer, container.ddp)
+    provider.finalize()
+    provider.bf16 = False
+    provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    torch.manual_seed(7)
+    model_parallel_cuda_manual_seed(7)
+    return provider.provide(pre_process=True, post_process=True)
+
+
+def numbers(model: Any) -> tuple[float, float]:
+    """Computes the loss of a batch, and the norm of all gradients."""
+    tokens = torch.arange(2 * SEQUENCE).view(2, -1) % VOCABULARY
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    loss = model(tokens, torch.arange(SEQUENCE).expand(2, -1), mask, labels=tokens).mean()
+    loss.backward()
+    grads = [each.grad for each in model.parameters() if each.grad is not None]
+    return float(loss.detach()), float(torch.stack([each.norm() for each in grads]).norm())
+
+
+def check(recipe: Recipe) -> str:
+    """Builds and runs a recipe with our layers and with Megatron's; returns a line.
+
+    Raises:
+        AssertionError: A layer is not ours, or a number is another.
+    """
+    models = [build(recipe, is_stock=is_stock) for is_stock in (False, True)]
+    ours, stock = ([*layers(model)] for model in models)
+    assert len(ours) == len(stock) == LAYERS, (recipe, ours)
+    assert all(hasattr(layer, "flashmoe_routed_experts") for layer in ours), recipe
+    assert not any(hasattr(layer, "flashmoe_routed_experts") for layer in stock), recipe
+    shapes = [
+        {name: tuple(each.shape) for name, each in model.named_parameters()} for model in models
+    ]
+    assert shapes[0] == shapes[1], recipe
+    pairs = [*zip(*map(numbers, models), strict=True)]
+    for got, want in pairs:
+        assert abs(got - want) <= TOLERANCE * abs(want), (recipe, pairs)
+    name = ours[0].config.moe_token_dispatcher_type
+    overlaps = ours[0].config.overlap_moe_expert_parallel_comm
+    return (
+        f"{recipe.row}: the field says {name}{', overlapped' if overlaps else ''}; "
+        f"{len(ours)} layers of ours; loss {pairs[0][0]:.6f} and alltoall's {pairs[0][1]:.6f}"
+    )
+
+
+def layers(model: Any) -> Iterator[Any]:
+    """Yields the MoE layers of a model."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    return (module for module in model.modules() if isinstance(module, MoELayer))
+
+
+def main(say: Callable[[str], object] = print) -> None:
+    dist.init_process_group("gloo")
+    prepare()
+    no_hub()
+    from megatron.bridge import __version__
+    from megatron.bridge.training import model_load_save
+    from megatron.core import __version__ as core
+    from megatron.core import parallel_state
+
+    assert hasattr(model_load_save.build_and_load_model, "_flashmoe_original")
+    parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+    )
+    is_first = dist.get_rank() == 0
+    if is_first:
+        say(f"Megatron-Bridge {__version__}, Megatron-Core {core}")
+    for recipe in RECIPES:
+        line = check(recipe)
+        if is_first:
+            say(line)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

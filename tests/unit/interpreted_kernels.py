@@ -23,7 +23,7 @@ from flashmoe_megatron.separate.kernels import KERNELS as kernels
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.separate.steps import PLAIN as plain
 from tests.unit import cases
-from tests.unit.separate import run
+from tests.unit.separate import oracle, run
 
 FORMS = (
     *(
@@ -170,9 +170,24 @@ def check_layers() -> None:
                 run(layer, replace(inputs, routing_map=[broken]))
 
 
+def check_layers_in_fp8() -> None:
+    """The same steps, whose rows of tokens are bytes; called after :func:`check_layers`.
+
+    The interpreter rounds to bfloat16 towards zero, which moves one activation in FP8 in thirty.
+    """
+    config = cases.make_config(hidden=128, intermediate=128, num_experts=4, experts="fp8")
+    inputs = cases.make_inputs(config, cases.skewed, [37], dtype=torch.bfloat16)
+    (want,) = oracle(config, inputs)
+    for degrees, keep in (((1, 1), "all"), ((2, 3), "all"), ((2, 3), "preactivations")):
+        layer = ScheduledBackend(config, options=BackendOptions(keep=keep), degrees=degrees)
+        for name, value in run(layer, inputs).items():
+            assert_close(name, value, want[name], rel_l2=3e-2)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     check_layers()
+    check_layers_in_fp8()
     check_routes()
     check_indices()
     check_copies()

@@ -19,6 +19,7 @@ from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import check_kernel_experts
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
@@ -138,6 +139,21 @@ def test_a_forward_that_needs_no_counts_has_the_same_bits(monkeypatch: pytest.Mo
         assert all(torch.equal(found[what], value) for what, value in want.items())
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_kept_as_they_travel(name: str) -> None:
+    """A forward keeps bytes of its experts' rows, or of its tokens where rows are fetched again."""
+    inputs = uneven_inputs(CONFIG, [37])
+    weights = ExpertWeights(tuple(inputs.fc1), tuple(inputs.fc2))
+    routing = inputs.probs[0], inputs.routing_map[0]
+    num_routes = int(routing[1].sum())
+    for keep, num_kept in (("all", num_routes), ("preactivations", 37)):
+        backend = make(name, CONFIG, keep=keep)
+        _, saved = backend.forward(inputs.x[0], *routing, weights, training=True)
+        kept = saved.rows if keep == "all" else saved.x
+        assert kept.nbytes == num_kept * (256 + 16)
+        assert (saved.rows is None) == (keep == "preactivations")
+
+
 def test_activations_are_rounded_to_bfloat16_and_then_to_fp8() -> None:
     """Transformer Engine quantizes what its weighted SwiGLU has written, bit by bit."""
     config = cases.make_config(**SIZES, activation=Activation.RELU)
@@ -246,6 +262,28 @@ def test_ranks_that_share_experts_quantize_their_slices(ranks: RankPool) -> None
     inputs = uneven_inputs(whole, [37])
     (want,) = oracle(whole, inputs)
     ranks.run(shared_rank, CONFIG, inputs, want, num_ranks=2)
+
+
+def over_hosts(
+    group: dist.ProcessGroup, config: MoEConfig, inputs: cases.Inputs, wants: list[Found]
+) -> list[str]:
+    """Two hosts of two ranks each, by both names; returns what computes."""
+    rank, kinds = dist.get_rank(group), []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv(HOST_VARIABLE, f"host{rank // 2}")
+        for name in NAMES:
+            backend = select_backend(config, group, "cpu", kind=name, keep="all")  # type: ignore[arg-type]
+            compare(run(backend, inputs, rank=rank), wants[rank], torch.bfloat16, times=FURTHER)
+            kinds.append(type(backend).__name__)
+    return kinds
+
+
+def test_several_hosts_compute_the_same(ranks: RankPool) -> None:
+    """The reference quantizes within each host, what is scheduled sends bytes between them."""
+    config = cases.make_config(**{**SIZES, "hidden": 128}, num_ranks=4)
+    inputs = cases.make_inputs(config, cases.uniform, TOKENS[4], dtype=torch.bfloat16)
+    for kinds in ranks.run(over_hosts, config, inputs, oracle(config, inputs), num_ranks=4):
+        assert kinds == ["HostsBackend", "ScheduledBackend"]
 
 
 def layer_of(config: MoEConfig, seed: int) -> FlashMoELayer:

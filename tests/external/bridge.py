@@ -15,16 +15,14 @@ two ranks, goes through Bridge's checks, and has to have our experts in the mode
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-SEQUENCE, VOCABULARY, LAYERS = 32, 128, 2
-TOLERANCE = 1e-5
-"""Largest relative difference of losses and of the norm of all gradients, in float32."""
+from tests.external.beside import LAYERS, LOCAL, SEQUENCE, VOCABULARY, compare, layers
 
 ABSENT = (
     "transformer_engine",
@@ -149,28 +147,6 @@ CUT = {
     "moe_router_force_load_balancing": False,  # its draws go on from one model to the next
 }
 """Sizes of a model for two ranks; what the recipe chooses besides stays."""
-LOCAL = {
-    "transformer_impl": "local",
-    "moe_grouped_gemm": False,
-    "multi_latent_attention": False,  # Megatron's local attention has none
-    "use_cpu_initialization": True,
-    "cuda_graph_impl": "none",
-    "gradient_accumulation_fusion": False,
-    "params_dtype": torch.float32,
-    "attention_backend": None,
-    "fp8": None,
-    "apply_rope_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "cross_entropy_loss_fusion": False,
-    "masked_softmax_fusion": False,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "persist_layer_norm": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-}
-"""What Transformer Engine, Apex or a GPU would do; the numbers are those of Megatron without."""
 
 
 def prepare() -> None:
@@ -257,16 +233,6 @@ def build(recipe: Recipe, *, is_stock: bool) -> Any:
     return provider.provide(pre_process=True, post_process=True)
 
 
-def numbers(model: Any) -> tuple[float, float]:
-    """Computes the loss of a batch, and the norm of all gradients."""
-    tokens = torch.arange(2 * SEQUENCE).view(2, -1) % VOCABULARY
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    loss = model(tokens, torch.arange(SEQUENCE).expand(2, -1), mask, labels=tokens).mean()
-    loss.backward()
-    grads = [each.grad for each in model.parameters() if each.grad is not None]
-    return float(loss.detach()), float(torch.stack([each.norm() for each in grads]).norm())
-
-
 def check(recipe: Recipe) -> str:
     """Builds and runs a recipe with our layers and with Megatron's; returns a line.
 
@@ -274,30 +240,14 @@ def check(recipe: Recipe) -> str:
         AssertionError: A layer is not ours, or a number is another.
     """
     models = [build(recipe, is_stock=is_stock) for is_stock in (False, True)]
-    ours, stock = ([*layers(model)] for model in models)
-    assert len(ours) == len(stock) == LAYERS, (recipe, ours)
-    assert all(hasattr(layer, "flashmoe_routed_experts") for layer in ours), recipe
-    assert not any(hasattr(layer, "flashmoe_routed_experts") for layer in stock), recipe
-    shapes = [
-        {name: tuple(each.shape) for name, each in model.named_parameters()} for model in models
-    ]
-    assert shapes[0] == shapes[1], recipe
-    pairs = [*zip(*map(numbers, models), strict=True)]
-    for got, want in pairs:
-        assert abs(got - want) <= TOLERANCE * abs(want), (recipe, pairs)
+    got, want = compare(*models)
+    ours = [*layers(models[0])]
     name = ours[0].config.moe_token_dispatcher_type
     overlaps = ours[0].config.overlap_moe_expert_parallel_comm
     return (
         f"{recipe.row}: the field says {name}{', overlapped' if overlaps else ''}; "
-        f"{len(ours)} layers of ours; loss {pairs[0][0]:.6f} and alltoall's {pairs[0][1]:.6f}"
+        f"{len(ours)} layers of ours; loss {got:.6f} and alltoall's {want:.6f}"
     )
-
-
-def layers(model: Any) -> Iterator[Any]:
-    """Yields the MoE layers of a model."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    return (module for module in model.modules() if isinstance(module, MoELayer))
 
 
 def main(say: Callable[[str], object] = print) -> None:

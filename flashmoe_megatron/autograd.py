@@ -354,7 +354,7 @@ class _RoutedExperts(torch.autograd.Function):
                 first_plan=saved.first_plan,
                 layer=saved.layer,
             )[1]  # the output, which the backward does not need, is freed here
-        elif isinstance(saved, NaNResult) and ctx.backend.keep == "inputs":
+        elif isinstance(saved, NaNResult) and not saved.is_put_off and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
         destinations = _destinations_of(ctx, weights)
         targets = destinations.targets

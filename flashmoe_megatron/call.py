@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_grads, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
@@ -77,10 +78,11 @@ class NaNResult:
     """Saved state of a forward that failed, but whose error is raised later.
 
     Not every rank's host knows of the error yet. The output is NaN, and so are the gradients of
-    its backward, in which this rank takes part with no tokens.
+    its backward, in which this rank takes part with no tokens. Or every rank has had the error in
+    this call and has put it off; then there is no backward to take part in.
 
     Attributes:
-        saved: What the backend's backward needs for no tokens.
+        saved: What the backend's backward needs for no tokens, ``None`` if it is put off.
         reason: From :func:`~flashmoe_megatron.errors.reason_of`.
         probs_shape: The probabilities', and so their gradient's.
         probs_dtype: Theirs.
@@ -90,6 +92,11 @@ class NaNResult:
     reason: str
     probs_shape: tuple[int, ...] = ()
     probs_dtype: torch.dtype = torch.float32
+
+    @property
+    def is_put_off(self) -> bool:
+        """Tells whether every rank has put the error off."""
+        return self.saved is None
 
     def of(self, probs: torch.Tensor) -> "NaNResult":
         """Returns the same for these probabilities."""
@@ -120,6 +127,7 @@ class Backend(OfGroup, ABC):
         takes_split: Whether it reads gate and up projections that are matrices of their own.
         unfollowed: The ranks that have announced in the last forward that no backward of it follows
             there; none where this rank's host has not waited for their announcements.
+        attempts: The steps of the caller, who may repeat them; by default none is repeated.
     """
 
     kind: ClassVar[str] = ""
@@ -132,6 +140,7 @@ class Backend(OfGroup, ABC):
         self.rank, self.takes_split = rank, takes_split
         self.num_calls = 0
         self.unfollowed: tuple[int, ...] = ()
+        self.attempts = Attempts()
         self._pending: Exception | None = None
         self._checked: tuple[object, ...] = ()
 
@@ -203,7 +212,16 @@ class Backend(OfGroup, ABC):
         """
         is_followed = training if followed is None else followed
         given = Given(x, probs, routing_map, training, is_followed, layer, router, first_plan)
-        return self._forward(given, weights)
+        try:
+            return self._forward(given, weights)
+        except FlashMoEError as error:
+            if not self.attempts.put_off(error):
+                raise
+            self.unfollowed = ()
+            if router is not None:
+                router.spoil()
+            out = torch.full_like(x, torch.nan)
+            return out, NaNResult(None, reason_of(error)).of(probs)
 
     @abstractmethod
     def _forward(self, given: Given, weights: ExpertWeights) -> tuple[torch.Tensor, Any]:
@@ -275,6 +293,10 @@ class Backend(OfGroup, ABC):
                 rank, and a gradient of a weight cannot be written.
         """
         grads = Grads(grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)
+        if isinstance(saved, NaNResult) and saved.is_put_off:
+            for grad in itertools.chain(*grads):
+                grad.buffer.fill_(torch.nan)
+            return saved.gradients(grad_out)
         return self._backward(grad_out, saved, weights, grads)
 
     @abstractmethod

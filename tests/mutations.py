@@ -54,6 +54,28 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "a repeat of an iteration adds to gradients of the one before",
+        "Iterations._run",
+        "model.zero_gradients()",
+        "pass",
+        "tests/megatron/test_repeat.py::test_every_tensor_is_that_of_a_larger_bound[inputs]",
+    ),
+    Mutation(
+        "what an iteration has changed stays in its repeat",
+        "Iterations._run",
+        "saved.restore()",
+        "pass",
+        "tests/megatron/test_repeat.py::test_every_tensor_is_that_of_a_larger_bound[inputs]",
+    ),
+    Mutation(
+        "a backward waits for ranks that have put its error off",
+        "Backend.backward",
+        "isinstance(saved, NaNResult) and saved.is_put_off",
+        "False",
+        "tests/unit/test_attempts.py::test_separate_kernels_give_nan_until_they_are_exact",
+        "tests/gpu/test_attempts.py::test_all_steps_end_and_a_repeat_fits",
+    ),
+    Mutation(
         "the launcher ignores flags that no parser takes",
         "check_flags_are_read",
         "sorted(unread_flags)",
@@ -261,7 +283,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a bound leaves out rows of ranks that share experts",
-        "_check_bound",
+        "_blocks_of_ranks",
         "or self._tensor is not None",
         "",
         "tests/unit/test_scheduled.py"

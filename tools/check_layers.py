@@ -35,7 +35,7 @@ CSRC = [
 ]
 PYTHON = [
     ["door", "driver_release", "errors", "_version", "streams", "touched"],
-    ["config", "driver", "releases", "torch_groups"],
+    ["attempts", "config", "driver", "releases", "torch_groups"],
     ["blockwise", "ending", "planner", "replicas", "weights"],
     ["ranks"],
     ["telemetry.record", "measured.files"],
@@ -118,6 +118,7 @@ MEGATRON = [
     ["buckets"],
     ["early_routing", "weights"],
     ["routed"],
+    ["repeat"],
     ["megakernel", "metrics", "schedule"],
     ["layer"],
 ]

@@ -54,6 +54,12 @@ class Figures:
         self._untaken.clear()
         return taken
 
+    @classmethod
+    def forget_records(cls) -> None:
+        """Drops the records that no report has taken, in favour of launches that come again."""
+        for figures in cls._all:
+            figures.take_records()
+
     def annotate(self, totals: Totals) -> None:
         """Adds the largest symmetric heap, and tokens and crossings since the last call."""
         backends = self._living()

@@ -213,7 +213,7 @@ class KernelBackend(Backend):
         with Together(self, may_be_void=True) as together:
             self._raise_shared(given.first_plan)
             self._check_call(given)
-            bound = self._bounds[given.training]
+            bound = self._bound_now(training=given.training)
             # A rank without room for them can still tell the others.
             buffers = None
             if bound is not None:
@@ -420,6 +420,7 @@ class KernelBackend(Backend):
                 raise self._failure(outcome)
             self.unfollowed = bindings.ranks_of(outcome.unfollowed)
             blocks = outcome.num_row_blocks
+            self.attempts.note(blocks)
             router = None  # it has run in the plan
         with self.memory.promised:
             if buffers is None:
@@ -583,6 +584,14 @@ class KernelBackend(Backend):
         if self.memory.has_fault:  # which is asked before every launch, of host memory alone
             self._raise_fault()
 
+    def _look_for_fault(self) -> None:
+        """Raises an earlier launch's fault, or puts it off: then this one goes on without rows."""
+        try:
+            self.raise_pending_fault()
+        except FlashMoEError as error:
+            if not self.attempts.put_off(error):
+                raise
+
     @_on_own_device
     def _raise_fault(self) -> None:
         self._put_off_unmatched()
@@ -642,15 +651,23 @@ class KernelBackend(Backend):
             return min(most, blocks)
         return None if training else transient_blocks(self._sizes)
 
+    def _bound_now(self, *, training: bool) -> int | None:
+        """Returns what :meth:`_row_block_bound` does, in a step that may be repeated."""
+        bound = self._bounds[training]
+        if self.options.row_bound is None:
+            return bound
+        bound = self.attempts.bound(bound)
+        return None if bound is None else min(int(self._sizes.max_row_blocks), bound)
+
     def _prepare(self) -> bindings.FlashMoEProblem:
         """Returns the problem, with memory for it. Collective where new memory is made."""
         if not (self._can_share and self.memory.has_shared_fault):
-            self.raise_pending_fault()
+            self._look_for_fault()
         problem = self._describe()
         if self.memory.needs(self._sizes):
             if self.memory.has_heap:
                 torch.cuda.synchronize(self.device)
-                self.raise_pending_fault()  # which every rank has by now, and the new one forgets
+                self._look_for_fault()  # which every rank has by now, and the new one forgets
             self.memory.allocate(self._sizes)
         return problem
 

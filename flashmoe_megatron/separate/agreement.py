@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import streams
+from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.checks import choices_problem, map_problem
 from flashmoe_megatron.config import MoEConfig, count_row_blocks
 from flashmoe_megatron.errors import (
@@ -113,11 +114,13 @@ class Agreement:
         found: Sorted,
         probs: torch.Tensor,
         routing_map: torch.Tensor,
+        attempts: Attempts,
     ) -> tuple[Routes, Table | None]:
         """Agrees on the numbers of routes; the host waits for them once.
 
         The numbers come from :meth:`tell`, which has sent those of the routes in ``found``.
-        ``probs`` and ``routing_map`` are those of a backend's forward.
+        ``probs`` and ``routing_map`` are those of a backend's forward, and ``attempts`` the
+        backend's own.
 
         Returns:
             The routes, and all ranks' counts if every rank needs them.
@@ -137,7 +140,7 @@ class Agreement:
         told = Table.of(others[:num_received], heard.received.shape[1])
         host_received = without_marks(told)
         self._raise_unusable(own, host_received, first_source, probs, routing_map)
-        self._check_bound(host_received, all_counts, found.counts)
+        self._check_bound(host_received, all_counts, found.counts, attempts)
         received = heard.received
         if host_received is not told:
             received = received % UNFOLLOWED
@@ -229,20 +232,32 @@ class Agreement:
             raise self._hear_refusal(None, is_here=min(map(min, of_group)) == REFUSED)
 
     def _check_bound(
-        self, host_received: Table, all_counts: Table | None, counts: torch.Tensor
+        self,
+        host_received: Table,
+        all_counts: Table | None,
+        counts: torch.Tensor,
+        attempts: Attempts,
     ) -> None:
         """Refuses, on every rank, rows beyond the bound."""
         if self.most_blocks is None:
             return
+        of_ranks = self._blocks_of_ranks(host_received, all_counts, counts)
+        attempts.note(max(of_ranks))
+        most = attempts.bound(self.most_blocks)
+        if most is not None:
+            refuse_beyond(of_ranks, most)
+
+    def _blocks_of_ranks(
+        self, host_received: Table, all_counts: Table | None, counts: torch.Tensor
+    ) -> list[int]:
+        """Returns the blocks of rows that each rank receives."""
         if all_counts is None or self._tensor is not None:  # rows come from other groups, too
             blocks = count_row_blocks(rows_of_experts(host_received))
-            everyone = self._swap(counts.new_full((self._config.num_ranks,), blocks)).tolist()
-            refuse_beyond(everyone, self.most_blocks)
-            return
+            told = self._swap(counts.new_full((self._config.num_ranks,), blocks))
+            return list(told.tolist())
         rows, local = rows_of_experts(all_counts), self._config.num_local_experts
         firsts = range(0, self._config.num_experts, local)
-        of_ranks = [count_row_blocks(rows[first : first + local]) for first in firsts]
-        refuse_beyond(of_ranks, self.most_blocks)
+        return [count_row_blocks(rows[first : first + local]) for first in firsts]
 
     def _tell(self, told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tells the other ranks this one's counts.

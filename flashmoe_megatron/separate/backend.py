@@ -189,7 +189,7 @@ class SeparateBackend(Backend):
         probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         tokens = self._precision.pack(x)
         every, ready = self._ways.collect(tokens, cut.token_idx, degree)
-        routes, all_counts = self._agreement.plan(heard, found, probs, routing_map)
+        routes, all_counts = self._agreement.plan(heard, found, probs, routing_map, self.attempts)
         self.unfollowed = self._agreement.unfollowed
         routes.cuts[degree] = cut
         self._count_pads(routes)

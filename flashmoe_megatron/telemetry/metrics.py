@@ -111,6 +111,8 @@ def _of_all(totals: Totals) -> Iterator[Named]:
         yield "row_fill", {}, whole.num_rows / whole.tile_rows
     if totals.heap_bytes:
         yield "heap_mib", {}, totals.heap_bytes / MIB
+    if totals.watched:
+        yield "repeats", {}, totals.repeats
     if totals.crossing_calls:
         yield "crossed_rows", {}, totals.crossed_rows / totals.crossing_calls
         yield "crossed_mib", {}, totals.crossed_bytes / totals.crossing_calls / MIB

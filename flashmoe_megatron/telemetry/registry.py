@@ -194,6 +194,9 @@ _ALL = (
         _OURS,
         "a link's bytes over the time that it was at work, as the slowest rank saw it, of "
         "transfers whose times have become known: 64 to 96 transfers of a size later"),
+    Metric("repeats", "repeats", "iterations", "lower", "max", _OURS,
+        "iterations of Megatron's, and batches of its evaluations, that were repeated so far since "
+        "some rank received more rows than row_bound allows"),
     Metric("heap_mib", "heap_mib", "MiB", "lower", "max", _OURS,
         "high-water mark of the symmetric heap on any rank; it never shrinks"),
 )

@@ -236,6 +236,8 @@ class Totals:
         link_timed_bytes: Bytes of transfers whose times have become known since.
         link_seconds: How long each of those links was at work for them.
         heap_bytes: High-water mark of the symmetric heap; the highest of any rank.
+        watched: Iterations so far that would have been repeated for rows beyond a bound.
+        repeats: The iterations of these that were.
     """
 
     def __init__(self, layout: Layout, places: dict[int, LayerPlace] | None = None) -> None:
@@ -267,6 +269,7 @@ class Totals:
             dict.fromkeys(LINKS, 0.0) for _ in range(3)
         )
         self.seconds = self.heap_bytes = 0.0
+        self.watched = self.repeats = 0.0
 
     def add(self, record: LaunchRecord) -> None:
         """Adds one launch of this rank.
@@ -350,7 +353,8 @@ class Totals:
 
     def maxima(self) -> list[float]:
         """Returns the values whose greatest over ranks is taken."""
-        return [*self.longest_ns.values(), self.seconds, self.heap_bytes]
+        alone = (self.seconds, self.heap_bytes, self.watched, self.repeats)
+        return [*self.longest_ns.values(), *alone]
 
     @classmethod
     def from_vectors(
@@ -370,7 +374,7 @@ class Totals:
         for table in totals._tables:
             table.update(zip(table, take(len(table)), strict=True))
         vars(totals).update(zip(_SUMS, take(len(_SUMS)), strict=True))
-        *longest, totals.seconds, totals.heap_bytes = maxima
+        *longest, totals.seconds, totals.heap_bytes, totals.watched, totals.repeats = maxima
         totals.longest_ns = dict(zip(layout.slots, longest, strict=True))
         return totals
 

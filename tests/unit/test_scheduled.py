@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import streams
+from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.call import Backend, TrafficCounters
 from flashmoe_megatron.config import MoEConfig
@@ -325,7 +326,7 @@ def test_rows_of_all_ranks_that_share_experts_count_in_the_bound() -> None:
     for most_blocks in (4, 3):
         tensor: Any = SimpleNamespace(rank=0)
         agreement = Agreement(config, Ranks(None), tensor, exchange, most_blocks=most_blocks)
-        plan = partial(agreement.plan, heard, found, torch.empty(0), torch.empty(0))
+        plan = partial(agreement.plan, heard, found, torch.empty(0), torch.empty(0), Attempts())
         if most_blocks == 4:
             assert plan()[0] == "routes"
         else:

@@ -298,8 +298,12 @@ def test_what_records_do_not_have() -> None:
             "flashmoe/link/nccl/gbps": 200.0,  # its transfers were in an earlier report
         }
     )
-    values = compute_metrics(totals, ["heap_mib", "dropped_routes"])
+    chosen = ["heap_mib", "dropped_routes", "repeats"]
+    values = compute_metrics(totals, chosen)
     assert values == {"flashmoe/heap_mib": 3.0, "flashmoe/dropped_routes": 0.25}
+    totals.watched = 5.0
+    told = Totals.from_vectors(totals.layout, totals.sums(), totals.maxima())
+    assert compute_metrics(told, chosen)["flashmoe/repeats"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -334,6 +338,7 @@ def test_registry_is_complete() -> None:
     totals = added_up(*(totals_of(*launches, rank=rank) for rank in (0, 1)))
     totals.heap_bytes = totals.routes_chosen = totals.seconds = totals.tokens[3] = 1
     totals.crossing_calls = totals.link_bytes["host"] = totals.link_seconds["host"] = 1
+    totals.watched = 1
     for name in ALL - {"overlap_efficiency"}:
         assert compute_metrics(totals, [name]), name
         assert METRICS[name].unit

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron.buckets.links import take_link_totals
 from flashmoe_megatron.adapters.megatron.config.asked import has_logger, is_served
+from flashmoe_megatron.adapters.megatron.repeat.iteration import ITERATIONS
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, live_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings, current_settings, megatron_args
 from flashmoe_megatron.adapters.megatron.shape import ROUTED
@@ -93,6 +94,8 @@ class MoEMetrics:
 
         def annotate(totals: Totals) -> None:
             figures.annotate(totals)
+            totals.watched = float(ITERATIONS.num_watched)
+            totals.repeats = float(ITERATIONS.num_repeats)
             for name, one in take_link_totals().items():
                 totals.link_bytes[name] += one.nbytes
                 totals.link_timed_bytes[name] += one.timed_bytes

@@ -41,6 +41,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
     with_config,
 )
 from flashmoe_megatron.adapters.megatron.weights import HeldExperts
+from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.call import Backend, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
@@ -127,11 +128,13 @@ class RoutedExperts(LayerExperts):
         """
         self.layer, self.is_training = layer, self._experts.training
         if fp8_is_on() and self._settings.experts == "bf16":
-            _say_once(BFLOAT16_EXPERTS)
+            say_once(BFLOAT16_EXPERTS)
 
         def compute(
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
         ) -> torch.Tensor:
+            if self._settings.row_bound is not None:
+                backend.attempts = ATTEMPTS
             with Together(backend):  # made by now for as many tokens as all ranks have
                 if experts is not None:
                     self._held.check_not_replaced(experts)
@@ -235,8 +238,17 @@ class RoutedExperts(LayerExperts):
 _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()
 
 
+ATTEMPTS = Attempts()
+"""The iterations of this process, which layers with a row bound may repeat."""
+
+
+def built_experts() -> list[RoutedExperts]:
+    """The experts of all layers of this process that exist."""
+    return list(_live)
+
+
 def live_experts() -> list[RoutedExperts]:
-    """The experts of all layers of this process that exist and have been called, by number."""
+    """The experts of these that have been called, by number."""
     called = (routed for routed in _live if routed.num_calls)
     return sorted(called, key=lambda routed: routed.layer)
 
@@ -244,11 +256,16 @@ def live_experts() -> list[RoutedExperts]:
 _said: set[str] = set()
 
 
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     """Tells the user a line on rank 0, the first time only."""
     if line in _said:
         return
     _said.add(line)
+    say(line)
+
+
+def say(line: str) -> None:
+    """Tells the user a line on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         sys.stdout.write(f"flashmoe: {line}\n")
         sys.stdout.flush()
@@ -265,17 +282,17 @@ def say_of_process(line: str) -> None:
 
 def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: bool) -> None:
     """Tells the user what computes a layer and what a setting becomes, each line once."""
-    _say_once(describe(backend, config, is_bounded=is_bounded))
+    say_once(describe(backend, config, is_bounded=is_bounded))
     if settings.experts == "fp8":
-        _say_once(FP8_EXPERTS)
+        say_once(FP8_EXPERTS)
     elif getattr(config, "fp8", None):
-        _say_once(BFLOAT16_EXPERTS)
+        say_once(BFLOAT16_EXPERTS)
     if settings.filled_slots and backend.config.num_ranks > 1:
-        _say_once(_describe_replicas(backend.config, settings))
+        say_once(_describe_replicas(backend.config, settings))
     if settings.pre_gate:
-        _say_once(PRE_GATE)
+        say_once(PRE_GATE)
     for line in (*ignored_settings(config, settings), *unused_modules(config, backend.keep)):
-        _say_once(line)
+        say_once(line)
 
 
 PRE_GATE = (

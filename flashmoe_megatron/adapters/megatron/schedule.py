@@ -11,6 +11,7 @@ experts' process group has been destroyed, so that the graph is dropped with the
 """
 
 import functools
+import gc
 import importlib
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from flashmoe_megatron.adapters.forwards import with_all_below
 from flashmoe_megatron.adapters.megatron.dispatcher import FIELD, is_ours, showing
+from flashmoe_megatron.adapters.megatron.repeat.iteration import ITERATIONS, raise_faults
 from flashmoe_megatron.adapters.megatron.routed import live_experts
 from flashmoe_megatron.adapters.megatron.settings import STOCK_DISPATCHER_TYPE
 from flashmoe_megatron.adapters.megatron.shape import ROUTED
@@ -101,7 +103,7 @@ def patch_full_graph(module: ModuleType) -> None:
     """Makes the wrapper of an iteration raise what the experts' launches have found."""
     wrapper = module.FullCudaGraphWrapper
     drop = functools.partial(_drop_graphs, wrapper)
-    patch(wrapper, "__call__", lambda original: _raise_faults(original, drop))
+    patch(wrapper, "__call__", lambda original: _repeated(_raise_faults(original, drop), drop))
 
 
 def _drop_graphs(wrapper: Any) -> None:
@@ -113,22 +115,34 @@ def _drop_graphs(wrapper: Any) -> None:
             wrapper.curr_iteration[stage] = 0
 
 
+def _repeated(original: Function, drop: Drop) -> Function:
+    """Repeats an iteration outside of graphs, which are captured again with larger buffers."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def begin_again() -> None:
+            drop()
+            # Megatron captures in the iteration of a number, which is never less than 0.
+            self.curr_iteration["validation" if kwargs.get("forward_only") else "training"] = -1
+            gc.collect()
+            torch.cuda.empty_cache()  # the graphs' pool
+
+        run = functools.partial(original, self, *args)
+        return ITERATIONS.run(run, kwargs, begin_again)
+
+    return call
+
+
 def _raise_faults(original: Function, drop: Drop) -> Function:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         end_destroyed()
-        _raise_pending()
+        raise_faults()
         with dropped_by(drop):
             result = original(self, *args, **kwargs)
         if any(routed.backend.config.num_ranks > 1 for routed in live_experts()):
             # Every rank's host learns of a fault here, before it steps, or some would learn of it
             # an iteration later. It waits for the norm of gradients soon anyway.
             torch.cuda.current_stream().synchronize()
-        _raise_pending()
+        raise_faults()
         return result
 
     return call
-
-
-def _raise_pending() -> None:
-    for routed in live_experts():
-        routed.backend.raise_pending_fault()

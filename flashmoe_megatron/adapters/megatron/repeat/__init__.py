@@ -1,0 +1,1 @@
+"""Repeats an iteration of Megatron in which a rank received more rows than the bound."""

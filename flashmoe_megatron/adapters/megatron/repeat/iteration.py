@@ -1,0 +1,322 @@
+"""Runs an iteration again whose rows did not fit, with buffers as large as they need.
+
+An iteration is one call of Megatron's schedule, or of the wrapper that replays it as a CUDA graph.
+Its reductions are over when it returns, and the optimizer has not begun. There all ranks of the job
+agree whether some rank received more rows than its buffers hold. If one did, everything that the
+iteration has changed is put back, and it runs again without a bound, outside of graphs.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flashmoe_megatron.adapters.megatron.config.asked import ROW_BOUND, is_megakernel, is_set
+from flashmoe_megatron.adapters.megatron.dispatcher import is_ours
+from flashmoe_megatron.adapters.megatron.repeat.batches import (
+    is_kept,
+    keep_batches,
+    kept_again,
+    problem_of,
+)
+from flashmoe_megatron.adapters.megatron.repeat.state import Changing
+from flashmoe_megatron.adapters.megatron.repeat.verdicts import hold_verdicts
+from flashmoe_megatron.adapters.megatron.routed import (
+    ATTEMPTS,
+    built_experts,
+    live_experts,
+    say,
+    say_once,
+)
+from flashmoe_megatron.adapters.megatron.settings import (
+    current_value,
+    flag_of,
+    megatron_args,
+)
+from flashmoe_megatron.adapters.metrics import Figures
+from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.errors import FlashMoEError, RowBoundError
+from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.ranks import Ranks
+
+MOST_IN_A_ROW = 10
+"""After so many iterations of which each was repeated, the next overflow is an error."""
+ROOM = 1.1
+"""Buffers hold so many times what the fullest rank and layer needed in a repeat."""
+_IS_ZEROED = "flashmoe_is_zeroed"
+"""Attribute of Megatron's DDP: its gradients were set to zero since the last iteration."""
+_MODEL = "flashmoe_repeated_model"
+"""Attribute of a model's first chunk: what is known of the model."""
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+Call = Callable[..., Any]
+
+
+class Iterations:
+    """The iterations of this process.
+
+    Attributes:
+        num_watched: How many were watched for an overflow, batches of evaluation included.
+        num_repeats: How many of these were repeated.
+    """
+
+    def __init__(self) -> None:
+        self.num_watched = self.num_repeats = 0
+        self._is_within = False
+        self._in_a_row = 0
+
+    def run(self, call: Call, arguments: dict[str, Any], begin_again: Callable[[], object]) -> Any:
+        """Runs an iteration, a second time if its rows did not fit. Collective over the job.
+
+        Args:
+            call: Megatron's own.
+            arguments: The call's, by their names.
+            begin_again: Called before the second time; has the call run outside of CUDA graphs.
+
+        Raises:
+            RowBoundError: The rows did not fit, and the iteration cannot be repeated, or the ones
+                before it were, too, or exact buffers do not fit.
+            FlashMoEError: Another error that calls have put off.
+        """
+        given = arguments.get("model")
+        chunks = given if isinstance(given, list) else [given]
+        if self._is_within or not _has_bound(chunks[0]):
+            return call(**arguments)
+        self._is_within = True
+        try:
+            model = getattr(chunks[0], _MODEL, None) or _Model(chunks)
+            if model.agreed_problem(arguments) is not None:
+                return call(**arguments)
+            return self._run(model, call, arguments, begin_again)
+        finally:
+            self._is_within = False
+
+    def _run(
+        self,
+        model: "_Model",
+        call: Call,
+        arguments: dict[str, Any],
+        begin_again: Callable[[], object],
+    ) -> Any:
+        self.num_watched += 1
+        problem = model.problem(arguments)
+        is_training = not arguments.get("forward_only")
+        if is_training:
+            model.note_gradients()
+        batches = arguments.get("data_iterator")
+        kept = keep_batches(batches) if is_kept(batches) else batches
+        saved = model.changing.save()
+        with hold_verdicts() as verdicts, ATTEMPTS.open():
+            result = call(**{**arguments, "data_iterator": kept})
+            torch.cuda.synchronize()
+            raise_faults()
+        problem = problem or problem_of(kept)
+        has_overflown, cannot_repeat = self._agree(ATTEMPTS.has_overflown, problem is not None)
+        if not has_overflown:
+            for error in ATTEMPTS.errors:
+                raise error
+            self._in_a_row = 0
+            for give in verdicts:
+                give()
+            return result
+        if cannot_repeat or self._in_a_row == MOST_IN_A_ROW:
+            raise _final_error(problem, cannot_repeat=bool(cannot_repeat))
+        del result
+        began = time.perf_counter()
+        saved.restore()
+        Figures.forget_records()
+        begin_again()
+        if is_training:
+            model.zero_gradients()
+        try:
+            with ATTEMPTS.exact():
+                result = call(**{**arguments, "data_iterator": kept_again(kept)})
+        except torch.OutOfMemoryError as error:
+            raise RowBoundError(
+                "an iteration had more rows than the row bound allows, and does not fit with "
+                f"exact buffers: raise {flag_of('row_bound')}, which then holds from the start, or "
+                f"make micro-batches smaller: {error}"
+            ) from error
+        (most,) = self._agree(ATTEMPTS.most)
+        ATTEMPTS.blocks = max(ATTEMPTS.blocks, math.ceil(ROOM * most))
+        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
+        say(
+            f"repeated {'an iteration' if is_training else 'a batch of evaluation'} with exact "
+            f"buffers, since a rank received more rows than the row bound allows; buffers hold "
+            f"{ATTEMPTS.blocks} blocks of 128 rows from now on (repeat {self.num_repeats}, "
+            f"{time.perf_counter() - began:.2f} s)"
+        )
+        return result
+
+    def _agree(self, *values: int) -> list[int]:
+        """Returns the greatest values of all ranks; tells once how long that takes."""
+        ranks = Ranks(dist.group.WORLD)
+        device = torch.empty(0, device=torch.cuda.current_device()).device
+        began = time.perf_counter()
+        with ranks.bounded:
+            agreed = ranks.most(torch.tensor(values, device=device)).tolist()
+        if self.num_watched == 2:  # the first one makes connections
+            say_once(
+                "an iteration with more rows than the row bound allows is repeated; all ranks "
+                f"agree on that after each, {1e3 * (time.perf_counter() - began):.2f} ms just now"
+            )
+        return list(agreed)
+
+
+class _Model:
+    """A model's chunks, and what is known of them."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self.changing = Changing(chunks)
+        self._agreed: dict[bool, str | None] = {}
+        setattr(chunks[0], _MODEL, self)  # which lives as long as the model
+
+    def agreed_problem(self, arguments: Mapping[str, Any]) -> str | None:
+        """Returns why no iteration of this kind can be repeated on some rank, ``None`` if all can.
+
+        Collective over the job in the first call for each kind; rank 0 then tells the user.
+        """
+        kind = bool(arguments.get("forward_only"))
+        if kind not in self._agreed:
+            told = Ranks(dist.group.WORLD).gather(self.problem(arguments))
+            self._agreed[kind] = first = next((one for one in told if one is not None), None)
+            if first is not None:
+                what = "a batch of evaluation" if kind else "an iteration"
+                say_once(
+                    f"{what} with more rows than the row bound allows ends this run and is not "
+                    f"repeated: {first}"
+                )
+        return self._agreed[kind]
+
+    def problem(self, arguments: Mapping[str, Any]) -> str | None:
+        """Returns why this iteration cannot be repeated on this rank."""
+        return next(self._problems(arguments), None)
+
+    def _problems(self, arguments: Mapping[str, Any]) -> Iterator[str]:
+        config = _config_of(self._chunks[0])
+        if is_set("fp8")(config):
+            yield "scales of --fp8-format cannot be put back"
+        if is_set("fine_grained_activation_offloading")(config):
+            yield "what --fine-grained-activation-offloading keeps cannot be put back"
+        if is_set("moe_routing_trace_path")(megatron_args()):
+            yield "records of --moe-routing-trace-path cannot be taken back"
+        if any(isinstance(one.backend, HostsBackend) for one in built_experts()):
+            yield "experts are on several hosts"
+        if not is_kept(arguments.get("data_iterator")):
+            kind = type(arguments["data_iterator"]).__name__
+            yield f"data_iterator is a {kind}, wanted an iterator, a list of iterators or None"
+        if arguments.get("forward_only"):
+            return
+        for chunk in self._chunks:
+            if not hasattr(chunk, "zero_grad_buffer"):
+                yield f"the model is a {type(chunk).__name__}, wanted Megatron's DDP"
+            elif not getattr(chunk, _IS_ZEROED, False):
+                yield (
+                    "gradients of earlier calls would be lost: wanted one call of the schedule "
+                    "between zero_grad_buffer of Megatron's DDP and the optimizer's step"
+                )
+
+    def note_gradients(self) -> None:
+        """Notes that there are gradients from now on."""
+        for chunk in self._chunks:
+            setattr(chunk, _IS_ZEROED, False)
+
+    def zero_gradients(self) -> None:
+        """Drops the gradients of an iteration."""
+        for chunk in self._chunks:
+            zero: Any = chunk.zero_grad_buffer
+            zero()
+        self.note_gradients()
+
+
+ITERATIONS = Iterations()
+"""The iterations of this process."""
+
+
+def raise_faults() -> None:
+    """Raises what launches have found that no call has raised, or puts it off. Not collective."""
+    for routed in live_experts():
+        try:
+            routed.backend.raise_pending_fault()
+        except FlashMoEError as error:
+            if not ATTEMPTS.put_off(error):
+                raise
+
+
+def patch_schedules(schedules: ModuleType) -> None:
+    """Wraps the schedules of ``megatron.core.pipeline_parallel.schedules``."""
+    for name in _SCHEDULES:
+        patch(schedules, name, _repeated)
+
+
+def _repeated(original: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return ITERATIONS.run(functools.partial(original, *args), kwargs, lambda: None)
+
+    return run
+
+
+def patch_stash(paged_stash: ModuleType) -> None:
+    """Takes the place of Megatron's own repeats, which are for rows that its dispatchers drop."""
+
+    def make(original: Function) -> Function:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run = self.forward_backward_func if _is_ours(self.config) else None
+            return original(self, *args, **kwargs) if run is None else run(*args, **kwargs)
+
+        return call
+
+    patch(paged_stash.PagedStashRunner, "__call__", make)
+
+
+def patch_ddp(module: ModuleType) -> None:
+    """Notes when gradients are set to zero."""
+
+    def make(original: Function) -> Function:
+        def zero_grad_buffer(self: Any, *args: Any, **kwargs: Any) -> Any:
+            setattr(self, _IS_ZEROED, True)
+            return original(self, *args, **kwargs)
+
+        return zero_grad_buffer
+
+    patch(module.DistributedDataParallel, "zero_grad_buffer", make)
+
+
+def _has_bound(chunk: Any) -> bool:
+    """Tells whether a model's layers are ours and have a row bound, on every rank alike."""
+    config = _config_of(chunk)
+    is_bounded = current_value("row_bound") is not None or is_set(ROW_BOUND)(config)
+    return is_bounded and _is_ours(config)
+
+
+def _is_ours(config: Any) -> bool:
+    return bool(getattr(config, "num_moe_experts", None)) and (
+        is_ours(config) or is_megakernel(config)
+    )
+
+
+def _config_of(chunk: Any) -> Any:
+    while not hasattr(chunk, "config") and hasattr(chunk, "module"):
+        chunk = chunk.module
+    return getattr(chunk, "config", None)
+
+
+def _final_error(problem: str | None, *, cannot_repeat: bool) -> FlashMoEError:
+    """Returns the error of an overflow behind which no iteration is repeated."""
+    own = next((one for one in ATTEMPTS.errors if isinstance(one, RowBoundError)), None)
+    said = str(own or "a rank was to receive more rows than its buffers hold: raise row_bound")
+    if not cannot_repeat:
+        why = f"the {MOST_IN_A_ROW} iterations before have been repeated already"
+    else:
+        why = problem or "another rank cannot repeat the iteration"
+    return RowBoundError(f"{said} ({why})")

@@ -1,0 +1,72 @@
+"""Puts off errors of launches to the end of a step that its caller can repeat.
+
+Some ranks learn of an overflow at once and others late, and ranks of other groups not at all. So in
+a step that may be repeated no call raises it: outputs are NaN, backwards take part in nothing, and
+all ranks of the job decide behind the step what becomes of it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from flashmoe_megatron.errors import FlashMoEError, RoutingError, RowBoundError
+
+
+class Attempts:
+    """The steps of one caller, which the backends of its layers share.
+
+    Attributes:
+        is_exact: Buffers are as large as rows need, so that none overflows.
+        blocks: Blocks of rows that buffers hold at least, whatever their own bound is.
+        errors: The errors that were put off, the oldest first.
+        most: The most blocks that a rank received in exact buffers, since it was set to 0.
+    """
+
+    def __init__(self) -> None:
+        self.is_exact = False
+        self.blocks = 0
+        self.most = 0
+        self.errors: list[FlashMoEError] = []
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Puts errors off within; those of an earlier step are forgotten."""
+        self.errors = []
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Makes buffers exact within, and measures anew what they need."""
+        self.is_exact, self.most = True, 0
+        try:
+            yield
+        finally:
+            self.is_exact = False
+
+    def put_off(self, error: Exception) -> bool:
+        """Keeps an error of a call for the end of the step; ``False`` if the call has to raise it.
+
+        NaN in a layer's output makes the routing of the next layers unusable, on other ranks, too.
+        """
+        if not self._is_open or not isinstance(error, RowBoundError | RoutingError):
+            return False
+        self.errors.append(error)
+        return True
+
+    @property
+    def has_overflown(self) -> bool:
+        """Tells whether some rows had no room."""
+        return any(isinstance(error, RowBoundError) for error in self.errors)
+
+    def bound(self, blocks: int | None) -> int | None:
+        """Returns the blocks that buffers hold now, by their own bound; ``None`` if as needed."""
+        return None if blocks is None or self.is_exact else max(blocks, self.blocks)
+
+    def note(self, blocks: int) -> None:
+        """Notes the blocks that a rank has received in exact buffers."""
+        if self.is_exact:
+            self.most = max(self.most, blocks)

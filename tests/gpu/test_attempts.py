@@ -1,0 +1,74 @@
+"""Overflows in a step that may be repeated: no call raises, and exact buffers hold the rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashmoe_megatron.attempts import Attempts
+from flashmoe_megatron.config import Keep
+from flashmoe_megatron.errors import RowBoundError
+from tests.gpu.test_in_step import OnStream, load_operators
+from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, streams
+from tests.unit import in_step
+from tests.unit.in_step import CONFIG, LAYERS, RANKS, STEPS
+
+pytestmark = pytest.mark.gpu
+
+TIGHT = range(5 * LAYERS, 7 * LAYERS)
+"""Calls whose buffers hold one block; all tokens choose two experts of rank 0, one block each."""
+
+
+class Tight(Attempts):
+    """Steps of which some overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def bound(self, blocks: int | None) -> int | None:
+        self.num_calls += 1
+        found = super().bound(blocks)
+        return 1 if found is not None and self.num_calls - 1 in TIGHT else found
+
+
+@pytest.mark.parametrize("keep", ["all", "preactivations"])
+def test_all_steps_end_and_a_repeat_fits(keep: Keep) -> None:
+    load_operators()
+    group = VirtualGroup(RANKS)
+    group.options = replace(group.options, row_bound=2.0)
+    layer = VirtualLayer(CONFIG, group, is_guarded=False)
+    attempts = [Tight() for _ in range(RANKS)]
+
+    def train(*, is_exact: bool) -> list[OnStream]:
+        ranks = []
+        for rank, backend in enumerate(layer.backends):
+            backend.keep, backend.attempts = keep, attempts[rank]
+            attempts[rank].is_exact = is_exact
+            attempts[rank]._is_open = True  # for threads that begin within
+            wait = streams()[rank].synchronize
+            ranks.append(OnStream(backend, lambda call: call, wait, device=device()))
+        layer.prepare()
+        for backend, one in zip(layer.backends, ranks, strict=True):
+            backend._use_weights(one.weights)
+        torch.cuda.synchronize()
+        in_step.run_ranks(list(ranks))
+        torch.cuda.synchronize()
+        return ranks
+
+    for rank, one in enumerate(train(is_exact=False)):
+        assert one.errors == []
+        layer.backends[rank]._look_for_fault()
+        assert isinstance(attempts[rank].errors[0], RowBoundError)
+        assert "rank 0 was to receive 2 blocks" in str(attempts[rank].errors[0])
+        for call, (_, out) in enumerate(one.outputs):
+            if call in TIGHT:
+                assert out.isnan().all(), call
+            elif call < TIGHT.start or call >= (STEPS - 1) * LAYERS:
+                assert out.isfinite().all(), call
+        attempts[rank].errors.clear()
+    for rank, one in enumerate(train(is_exact=True)):
+        assert one.errors == []
+        assert attempts[rank].errors == []
+        assert all(out.isfinite().all() for _, out in one.outputs)
+        assert attempts[rank].most == (2 if rank == 0 else 0)

@@ -1,4 +1,4 @@
-"""Builds recipes of Megatron-Bridge by its own functions, and trains a step beside alltoall.
+r"""Builds recipes of Megatron-Bridge by its own functions, and trains a step beside alltoall.
 
 Bridge needs Python 3.12, and most of it imports Transformer Engine, for which stand-ins are enough
 here; Megatron's own layers are its local ones. Each recipe is cut to two layers of small experts on

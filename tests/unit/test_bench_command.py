@@ -16,7 +16,7 @@ from flashmoe_megatron.bench.correctness import GATE
 from flashmoe_megatron.bench.described import from_config, from_megatron
 from flashmoe_megatron.bench.layers import FusedLayer, UnfusedLayer
 from flashmoe_megatron.bench.machine import machine_here
-from flashmoe_megatron.bench.problem import Problem
+from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import SHAPES, Form, Shape
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError, DeviceError
@@ -285,6 +285,17 @@ def test_a_wrong_baseline_has_no_times(capsys, monkeypatch) -> None:
     monkeypatch.setitem(measure.OTHERS, "torch", other)
     assert command.main([LAYER, "--others", "torch"]) == 0
     assert "torch is wrong: error 0.0" in capsys.readouterr().out
+
+
+def test_a_baseline_that_ends_the_gpu_is_a_row(monkeypatch) -> None:
+    def ended(*_: object) -> NoReturn:
+        raise RuntimeError("CUDA error: device-side assert triggered\nCompile with")
+
+    monkeypatch.setattr(stopwatch, "HAS_GPU", True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", ended)
+    problem = make_problem(Shape(8, 64, 64, 4, 2, gated=True), device=torch.device("cpu"))
+    row = measure._tried("torch", problem, ended)
+    assert row.reason == "fails here: RuntimeError: CUDA error: device-side assert triggered"
 
 
 def test_memory_that_is_not_there() -> None:

@@ -334,6 +334,28 @@ def test_a_graph_is_dropped_and_captured_later(two_ranks: RankPool) -> None:
         ]
 
 
+def without_memory(group: dist.ProcessGroup) -> str:
+    """The error of a repeat whose exact buffers do not fit."""
+
+    def run(**arguments: Any) -> None:
+        if iteration.ATTEMPTS.is_exact:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        iteration.ATTEMPTS.put_off(RowBoundError("too many rows"))
+
+    model = repeats.zeroed_chunk()
+    model.zero_grad_buffer()
+    arguments = {"model": [model], "data_iterator": None, "forward_only": False}
+    with mock.patch.object(iteration, "_has_bound", return_value=True):
+        return refusal(group, lambda _: iteration.ITERATIONS.run(run, arguments, lambda: None))
+
+
+def test_exact_buffers_that_do_not_fit_are_an_error(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(without_memory):
+        assert said.startswith("RowBoundError: an iteration had more rows than the row bound")
+        assert "raise --flashmoe-row-bound" in said
+        assert said.endswith("make micro-batches smaller: tried to allocate 9 GiB")
+
+
 def test_megatrons_own_repeats_give_way() -> None:
     class PagedStashRunner:
         def __init__(self, dispatcher: str) -> None:

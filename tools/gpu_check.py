@@ -314,7 +314,7 @@ def run_stress(num_hopper: int, seconds: float, wanted_launches: int) -> list[Ch
         reason = "libflashmoe_delays.so is not built: python tools/build.py --delays"
         checks.append(Check("stress with delays", "skipped", reason=reason))
     virtual = [
-        [sys.executable, "-m", "tests.gpu.stress", "--ranks", str(ranks)] for ranks in (2, 4, 8)
+        [sys.executable, "-m", "tests.gpu.stress", "--ranks", str(ranks)] for ranks in (1, 2, 4, 8)
     ]
     real = [
         [*torchrun(ranks), "-m", "tests.multi_gpu.stress"]

@@ -105,7 +105,8 @@ def make_scenario(seed: int, num_ranks: int) -> Scenario:
     num_experts = num_ranks * draw.choice((1, 2, 3, 4, 8))
     config = MoEConfig(
         hidden=64 * draw.randint(1, 8),
-        intermediate=64 * draw.choice((1, 2, 3, 4, 5, 6, 17)),  # the last beyond rows in place
+        # On one rank the first are read in place, the next until they are copied, the last never.
+        intermediate=64 * draw.choice((1, 2, 3, 4, 5, 6, 8, 10, 17)),
         num_experts=num_experts,
         topk=min(draw.choice((1, 2, 2, 3, 4, 6, 8)), num_experts),
         activation=draw.choice(list(Activation)),

@@ -170,13 +170,17 @@ __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
                 load_b(stage, full, k);
             }
             __syncwarp();
+            ptx::delay_point();
             gather(stage, k);
             ptx::delay_point();
             ptx::arrive_with_copies(uint32_t(__cvta_generic_to_shared(&full)));
             __syncwarp();
             // The arrival that the barrier counts on comes last: no phase ends before all lanes
             // have added theirs.
-            if (cute::elect_one_sync()) full.arrive();
+            if (cute::elect_one_sync()) {
+                ptx::delay_point();
+                full.arrive();
+            }
             __syncwarp();
             cursor.advance();
         },

@@ -57,6 +57,7 @@ __device__ __forceinline__ void gather_box(const GatheredRows& rows,
     const uint32_t even = to + (chunk ^ row) * 16, odd = to + (chunk ^ row ^ kGatherRows) * 16;
 #pragma unroll
     for (int i = 0; i < GatheredRows::kCount; ++i) {
+        if (i == GatheredRows::kCount / 2) ptx::delay_point();  // some lanes' other copies are late
         ptx::copy_16_async((i % 2 == 0 ? even : odd) + i * kGatherRows * kBoxRowBytes,
                            from + rows.chunk(i), are_tokens >> i & 1);
     }

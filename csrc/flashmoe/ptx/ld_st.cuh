@@ -5,9 +5,10 @@
 
 namespace flashmoe::ptx {
 
-// Every acquire and release passes here, also those of barriers within a cluster. A library built
-// with FLASHMOE_DELAYS waits at one in eight of them, mostly up to 4 us, rarely up to 60 us, so
-// that orders that hardly ever come about come about often; in any other library it is nothing.
+// Every acquire and release passes here, also those of barriers within a cluster, and so do threads
+// between the copies that a barrier tracks, and before they tell that these are issued. A library
+// built with FLASHMOE_DELAYS waits at one in eight of them, mostly up to 4 us, rarely up to 60 us,
+// so that orders that hardly ever come about come about often; in any other library it is nothing.
 __device__ __forceinline__ void delay_point() {
 #ifdef FLASHMOE_DELAYS
     uint32_t now, sm;

@@ -135,8 +135,8 @@ def moe_apply(
             set the weight's ``grad_added_to_main_grad`` and return a dummy to autograd, so that
             hooks on the parameter fire (Megatron's fused gradient accumulation). The dummy is
             uninitialised for all that autograd may assume, zero if the weight's
-            ``zero_out_wgrad`` is set. Weights without ``main_grad`` get ordinary gradients, and so
-            do all ``SplitWeights``.
+            ``zero_out_wgrad`` is set. Biases, which that fusion leaves out, and weights without
+            ``main_grad`` get ordinary gradients, and so do all ``SplitWeights``.
         ordered_grads: Give the parameters their gradients in reverse order of ``weights``. Else
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
@@ -474,6 +474,8 @@ def _destinations_of(
     if main_grads is None:
         nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
         adds = [gradients.accumulate_into_main_grad and accumulates(node) for node in nodes]
+        first_bias = len(ctx.owners.fc1) + len(ctx.owners.fc2)
+        adds[first_bias:] = [False] * (num_weights - first_bias)
         return _Destinations(ctx.owners, _targets(ctx.owners, adds))
     # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor().accumulator):

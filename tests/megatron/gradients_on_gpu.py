@@ -101,8 +101,10 @@ def gradients(ddp: Any, *, overlap: bool) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def largest_error(model: str, *, fuses: bool, overlap: bool, distributed: bool) -> float:
-    """Compares a case's gradients with those of alltoall without overlap."""
+def largest_error(
+    model: str, *, fuses: bool, overlap: bool, distributed: bool
+) -> tuple[float, str]:
+    """Compares a case's gradients with alltoall's without overlap; names the worst, too."""
     kinds = {"fuses": fuses, "distributed": distributed}
     stock = gradients(make_model("alltoall", model, overlap=False, **kinds), overlap=False)
     fused = make_model("flashmoe", model, overlap=overlap, **kinds)
@@ -110,11 +112,13 @@ def largest_error(model: str, *, fuses: bool, overlap: bool, distributed: bool) 
     routed = fused.module.flashmoe_routed_experts
     if type(routed.backend).__name__ != "KernelBackend" or routed._hooks is None:
         raise SystemExit(f"{routed.backend} did not add to main_grad, wanted the kernel")
-    return max(
-        float((got[name] - want[name]).norm() / want[name].norm())
-        for got, want in zip(found, stock, strict=True)
+    errors = {
+        f"{name}, iteration {iteration}": float((got[name] - want[name]).norm() / want[name].norm())
+        for iteration, (got, want) in enumerate(zip(found, stock, strict=True), 1)
         for name in want
-    )
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
 
 
 def main() -> int:
@@ -131,13 +135,15 @@ def main() -> int:
     install()
     configure(max_tokens=TOKENS)
     is_right = True
-    print("| experts | fusion | overlap | distributed optimizer | largest error |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| experts | fusion | overlap | distributed optimizer | largest error | of |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for model, *kinds in itertools.product(("SwiGLU", "GPT-OSS's"), *[(False, True)] * 3):
         fuses, overlap, distributed = kinds
-        error = largest_error(model, fuses=fuses, overlap=overlap, distributed=distributed)
+        error, worst = largest_error(model, fuses=fuses, overlap=overlap, distributed=distributed)
         is_right &= error < TOLERANCE
-        print(f"| {model} | {fuses} | {overlap} | {distributed} | {error:.1e} |", flush=True)
+        print(
+            f"| {model} | {fuses} | {overlap} | {distributed} | {error:.1e} | {worst} |", flush=True
+        )
     dist.destroy_process_group()
     return int(not is_right)
 

@@ -299,6 +299,30 @@ def test_what_autograd_brings_besides_is_added_unless_megatron_drops_it(fuses: b
         assert param.grad is None
 
 
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_fusion_drops_nothing_of_a_bias(is_seen: bool):
+    """Megatron's fusion is of weights: autograd brings the whole gradient of a bias."""
+    params = make_params()
+    bias = params[-1]
+    ddp = Ddp(params)
+    hooks = ExpertHooks.of(tuple(params), fuses=True, num_biases=1)
+    step(params, hooks)
+    want = [param.main_grad.clone() for param in params]  # type: ignore[attr-defined]
+    looked: list[torch.Tensor] = []
+    if is_seen:
+        bias.register_hook(looked.append)
+    for is_last in (False, True):
+        ddp.set_last(is_last)
+        (forward(params, hooks).sum() + params[0].sum() + bias.sum()).backward()
+    for param, once in zip(params, want, strict=True):
+        brought = 2.0 if param is bias else 0.0
+        torch.testing.assert_close(param.main_grad, 3 * once + brought)  # type: ignore[attr-defined]
+        assert param.grad_added_to_main_grad == (param is not bias)  # type: ignore[attr-defined]
+    assert len(looked) == 2 * is_seen
+    for grad in looked:
+        torch.testing.assert_close(grad, (want[-1] + 1).to(grad.dtype))
+
+
 def test_layers_with_the_same_experts_share_what_ddp_hears():
     params = make_params()
     ddp = Ddp(params)

@@ -137,6 +137,35 @@ def test_zero_probability_has_a_gradient():
     assert reference[0].any()
 
 
+def test_biases_have_ordinary_gradients_beside_weights_with_main_grad():
+    """Megatron's fusion is of weights alone: what else has a gradient for a bias is added, too."""
+    layer = Layer()
+    widths = [layer.config.fc1_rows] * 4 + [layer.config.hidden] * 4
+    biases = [torch.nn.Parameter(torch.zeros(width)) for width in widths]
+    for parameter in (*layer.parameters, *biases):
+        parameter.main_grad = torch.zeros(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    fc1, fc2 = layer.parameters[:4], layer.parameters[4:]
+    weights = ExpertWeights(
+        tuple(fc1), tuple(fc2), fc1_bias=tuple(biases[:4]), fc2_bias=tuple(biases[4:])
+    )
+    out = moe_apply(
+        layer.backend,
+        layer.x,
+        layer.probs,
+        layer.routing_map,
+        weights,
+        accumulate_into_main_grad=True,
+    )
+    (out * layer.grad_out + sum(bias.sum() for bias in biases)).sum().backward()
+    assert all(weight.grad_added_to_main_grad for weight in layer.parameters)
+    for bias in biases:
+        assert not bias.grad_added_to_main_grad
+        assert not bias.main_grad.any()
+        assert bias.grad is not None
+        assert bias.grad.abs().min() > 0
+
+
 def test_main_grad_takes_the_gradient_and_hooks_see_a_dummy():
     layer = Layer(torch.bfloat16)
     want = layer.grads()[2:]

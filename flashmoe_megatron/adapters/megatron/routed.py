@@ -199,7 +199,8 @@ class RoutedExperts(LayerExperts):
         fuses = bool(self._config.gradient_accumulation_fusion)
         if self._hooks is None or not self._hooks.serve(params, fuses=fuses):
             self._hooks = None  # its parameters may be others' now
-            self._hooks = ExpertHooks.of(params, fuses=fuses)
+            num_biases = len(weights.fc1_bias) + len(weights.fc2_bias)
+            self._hooks = ExpertHooks.of(params, fuses=fuses, num_biases=num_biases)
         return self._hooks
 
     def allow_more(self, num_tokens: int) -> str:

@@ -202,8 +202,9 @@ class ExpertHooks:
 
     Args:
         params: The experts' parameters; each of them that is trained has its hook.
-        fuses: Whether Megatron's own layers add gradients to ``main_grad``, and then drop what
-            autograd brings besides (``gradient_accumulation_fusion``).
+        fuses: Whether Megatron's own layers add gradients of weights to ``main_grad``, and then
+            drop what autograd brings besides (``gradient_accumulation_fusion``).
+        num_biases: The last so many parameters are biases, which that fusion leaves to autograd.
 
     Attributes:
         gives_dummies: Whether hooks of others have to be called although they see no gradient.
@@ -212,10 +213,14 @@ class ExpertHooks:
             ``--delay-wgrad-compute``.
     """
 
-    def __init__(self, params: tuple[torch.Tensor, ...], *, fuses: bool) -> None:
+    def __init__(
+        self, params: tuple[torch.Tensor, ...], *, fuses: bool, num_biases: int = 0
+    ) -> None:
         self.params = params
         self.gives_dummies = False
         self._fuses = fuses
+        num_weights = len(params) - num_biases
+        self._is_fused = [fuses and index < num_weights for index in range(len(params))]
         self._is_trained = list(map(_wants_grad, params))
         self._trained = [param for param in params if param.requires_grad]
         self._hooks: list[_Hook] = [getattr(param, _HOOK) for param in self._trained]
@@ -236,7 +241,9 @@ class ExpertHooks:
             hook.experts = weakref.ref(self)
 
     @classmethod
-    def of(cls, params: tuple[torch.Tensor, ...], *, fuses: bool) -> "ExpertHooks | None":
+    def of(
+        cls, params: tuple[torch.Tensor, ...], *, fuses: bool, num_biases: int = 0
+    ) -> "ExpertHooks | None":
         """Finds or makes them for parameters; ``None`` where DDP has to see gradients itself.
 
         It has to where a parameter that is trained has no ``main_grad`` or no hook, or has zeros
@@ -262,7 +269,7 @@ class ExpertHooks:
         if known:
             one = next(iter(known.values()))
             return one if one.serve(params, fuses=fuses) else None
-        return cls(params, fuses=fuses)
+        return cls(params, fuses=fuses, num_biases=num_biases)
 
     def serve(self, params: tuple[torch.Tensor, ...], *, fuses: bool) -> bool:
         """Tells whether these are still the hooks of these parameters."""
@@ -278,8 +285,8 @@ class ExpertHooks:
         self._is_last = self._reduces()
         device = self._trained[0].device
         self._stream = current_stream(index_of(device)) if device.type == "cuda" else None
-        if self._fuses:  # Megatron takes the marks away before each iteration
-            for param in self._trained:
+        for param, is_fused in zip(self.params, self._is_fused, strict=True):
+            if is_fused and param.requires_grad:  # Megatron takes marks away before each iteration
                 param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         is_seen = self._is_seen()
         self.gives_dummies = is_seen and self._fuses
@@ -294,9 +301,12 @@ class ExpertHooks:
             self.passes[torch._C._current_graph_task_id()] = _Pass(
                 [*itertools.compress(self.params, runs)]
             )
-        if is_seen and not self._fuses:
+        if is_seen and not all(self._is_fused):
             seen = iter(self._seen())
-            hidden = [not (is_trained and next(seen)) for is_trained in self._is_trained]
+            hidden = [
+                not (is_trained and next(seen)) or is_fused
+                for is_trained, is_fused in zip(self._is_trained, self._is_fused, strict=True)
+            ]
             return [*map(operator.and_, runs, hidden)]
         return None if all(runs) else runs
 

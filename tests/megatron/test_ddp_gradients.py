@@ -32,6 +32,8 @@ class Use:
         tied: A second layer has the first one's experts.
         recompute: Each call of a layer is recomputed in backward, as with full recomputation.
         apart: Each micro-batch has one backward for the penalty and one for the rest.
+        fused_biases: Experts have biases, which alone have the penalty, and flashmoe's layer is
+            told of Megatron's fusion, which would drop a penalty of weights and keeps that one.
     """
 
     calls: tuple[int, int, int] = (2, 2, 2)
@@ -44,6 +46,7 @@ class Use:
     tied: bool = False
     recompute: bool = False
     apart: bool = False
+    fused_biases: bool = False
     experts: str | None = None
     settings: tuple[tuple[str, Any], ...] = ()
 
@@ -71,6 +74,12 @@ USES = {
     "tied": Use(ANY, tied=True, distributed=True),
     "tied_penalty_in_4": Use(ANY, tied=True, penalty=True, micro_batches=4),
     "grouped": Use(RISING, penalty=True, experts="te_grouped", distributed=True),
+    "fused_biases": Use(
+        RISING, penalty=True, fused_biases=True, micro_batches=2, experts="te_grouped"
+    ),
+    "fused_biases_without_overlap": Use(
+        penalty=True, fused_biases=True, overlap=False, distributed=True, experts="te_grouped"
+    ),
     "recompute": Use(recompute=True, micro_batches=2, distributed=True),
     "recompute_without_overlap": Use(RISING, recompute=True, overlap=False),
     "keep_inputs": Use(RISING, penalty=True, settings=(("keep", "inputs"),)),
@@ -145,12 +154,20 @@ def make_model(use: Use, dispatcher: str, *, overlap: bool, num_layers: int = 1)
     prepare(layout, **dict(use.settings))
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    config = transformer_config(layout, dispatcher, moe_aux_loss_coeff=0.0)
+    config = transformer_config(
+        layout, dispatcher, moe_aux_loss_coeff=0.0, add_bias_linear=use.fused_biases
+    )
     experts = use.experts and grouped_experts(use.experts)
     layers = [make_layer(config, experts) for _ in range(2 if use.tied else num_layers)]
     if use.tied:
         for name, owner in layers[0].experts.named_modules():
             layers[1].experts.get_submodule(name)._parameters.update(owner._parameters)
+    if use.fused_biases:
+        with torch.no_grad():
+            for bias in biases_of(layers[0].experts):
+                bias.fill_(0.1)
+        for layer in layers:
+            layer.config.gradient_accumulation_fusion = dispatcher == "flashmoe"
     if use.frozen:
         next(layers[0].experts.parameters()).requires_grad = False
     ddp_config = DistributedDataParallelConfig(
@@ -166,9 +183,14 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randn(8, 2, 64, generator=generator).requires_grad_()
 
 
-def penalty_of(ddp: Any) -> torch.Tensor:
+def biases_of(experts: Any) -> list[torch.Tensor]:
+    return [each for name, each in experts.named_parameters() if ".bias" in name]
+
+
+def penalty_of(use: Use, ddp: Any) -> torch.Tensor:
     experts = ddp.module.layers[0].experts
-    squares = [each.square().sum() for each in experts.parameters() if each.requires_grad]
+    params = biases_of(experts) if use.fused_biases else experts.parameters()
+    squares = [each.square().sum() for each in params if each.requires_grad]
     return 0.5 * torch.stack(squares).sum()
 
 
@@ -183,7 +205,7 @@ def gradients(use: Use, dispatcher: str, *, overlap: bool) -> Iterator[dict[str,
                 x = tokens(10 * iteration + micro_batch)
                 losses = [ddp(x, calls).square().mean()]
                 if use.penalty and iteration % 2 == 0:
-                    losses.append(penalty_of(ddp))
+                    losses.append(penalty_of(use, ddp))
                 for loss in losses if use.apart else [torch.stack(losses).sum()]:
                     loss.backward()
         ddp.finish_grad_sync()

@@ -82,9 +82,10 @@ def gradients(
                 names = [kind] if is_single else [f"{kind}{i}" for i in range(4)]
                 each = [getattr(linear, name) for name in names]
                 assert all(hasattr(one, "main_grad") is has_main_grad for one in each)
+                adds = has_main_grad and kind == "weight"  # as Megatron's fusion does
                 if has_main_grad:
-                    assert all(one.grad_added_to_main_grad for one in each)
-                grads = [one.main_grad if has_main_grad else one.grad for one in each]
+                    assert all(one.grad_added_to_main_grad == adds for one in each)
+                grads = [one.main_grad if adds else one.grad for one in each]
                 found[f"{name}.{kind}"] = grads[0] if is_single else torch.stack(grads)
         results.append({name: tensor.detach() for name, tensor in found.items()})
     return results

@@ -23,8 +23,8 @@ def test_every_number_of_ranks_and_library_has_its_share(monkeypatch: pytest.Mon
     monkeypatch.setattr(gpu_check, "_run_stress", run)
     checks = run_stress(4, 60.0, 1)
     commands, libraries, seconds, seeds = zip(*seen, strict=True)
-    assert len(set(commands)) == 5  # 2, 4 and 8 virtual ranks, 2 and 4 GPUs
-    assert len(seen) == len(set(seeds)) == 5 * len(set(libraries))  # with delays, if they are built
+    assert len(set(commands)) == 6  # 1, 2, 4 and 8 virtual ranks, 2 and 4 GPUs
+    assert len(seen) == len(set(seeds)) == 6 * len(set(libraries))  # with delays, if they are built
     assert sum(seconds) == pytest.approx(60.0)
     assert checks[-1].report["launches"] == 1000 * len(seen)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.call import Given
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError, ShapeError
 from flashmoe_megatron.kernel import bindings
@@ -68,6 +69,7 @@ class Planned(KernelBackend):
         self.config = make_config(num_ranks=2)
         self.device = torch.device("cuda", 0)
         self.num_calls = 0
+        self.attempts = Attempts()
         self.faults = [fault]
         self.memory: Any = SimpleNamespace(
             open=lambda: bindings.FlashMoEGroup(),

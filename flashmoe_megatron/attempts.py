@@ -2,7 +2,7 @@
 
 Some ranks learn of an overflow at once and others late, and ranks of other groups not at all. So in
 a step that may be repeated no call raises it: outputs are NaN, backwards take part in nothing, and
-all ranks of the job decide behind the step what becomes of it.
+all ranks of the job decide after the step what becomes of it.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Attempts:
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
-        """Makes buffers exact within, and measures anew what they need."""
+        """Makes buffers exact in its body, and measures again how many blocks they need."""
         self.is_exact, self.most = True, 0
         try:
             yield

@@ -473,9 +473,10 @@ def _destinations_of(
     main_grads = gradients.main_grads
     if main_grads is None:
         nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
-        adds = [gradients.accumulate_into_main_grad and accumulates(node) for node in nodes]
-        first_bias = len(ctx.owners.fc1) + len(ctx.owners.fc2)
-        adds[first_bias:] = [False] * (num_weights - first_bias)
+        # The fusion is of weights, which come before biases.
+        num_fused = len(ctx.owners.fc1) + len(ctx.owners.fc2)
+        num_fused *= gradients.accumulate_into_main_grad
+        adds = [index < num_fused and accumulates(node) for index, node in enumerate(nodes)]
         return _Destinations(ctx.owners, _targets(ctx.owners, adds))
     # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor().accumulator):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from flashmoe_megatron.config import Activation
 
-_FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
@@ -55,7 +55,7 @@ def moe_reference(
         fc2_bias: ``[H]`` of every expert, added times the token's probability; may be empty.
         dtype: Everything is computed in it, without intermediate rounding.
     """
-    function = _FUNCTIONS[activation]
+    function = FUNCTIONS[activation]
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert in range(len(fc1)):
         tokens = routing_map[:, expert].nonzero().squeeze(1)

@@ -11,10 +11,9 @@ import torch
 from flashmoe_megatron.kernel import bindings
 from tests.distributed import RankPool, plain_servers
 from tests.forks import ForkServer
+from tools.gpu_check import SHARED_GPUS
 
 HOPPER = (9, 0)
-SHARED_GPUS = "FLASHMOE_TEST_GPUS"
-"""Environment variable with GPUs, as "0,1": processes of xdist take one each, in turn."""
 ENDING = Path(__file__).parent / "ending"
 """Has what every process of the tests does at its end."""
 

@@ -39,6 +39,8 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs"
 
+SHARED_GPUS = "FLASHMOE_TEST_GPUS"
+"""Environment variable with GPUs, as "0,1": processes of xdist take one each, in turn."""
 SINGLE_LIMIT_S = 240
 SINGLE_PROCESSES = 3
 ALONE_LIMIT_S = 90
@@ -224,7 +226,7 @@ def run_tests(tests: Tests) -> Check:
         if shared:
             command += ["-n", str(processes), "--dist", "worksteal"]
             # The oracle of each takes every core otherwise.
-            variables["FLASHMOE_TEST_GPUS"] = visible_gpus(tests.gpus)
+            variables[SHARED_GPUS] = visible_gpus(tests.gpus)
             variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (processes + 1)))
         # The project's own options are left out: a GPU machine may lack their plugins.
         options = ["-o", "addopts=", "-p", "no:cacheprovider", f"--junitxml={report}"]

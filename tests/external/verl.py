@@ -84,7 +84,7 @@ def handed_over(model: Any, hugging_face: Any) -> dict[str, tuple[int, ...]]:
     for name, parameter in model.named_parameters():
         if ".local_experts." not in name:
             continue
-        # It knows grouped experts alone, whose weights are numbered behind their name.
+        # It knows grouped experts alone, whose weights are numbered after their name.
         layer, _, rest = name.partition(".local_experts.")
         number, _, linear = rest.partition(".")
         parts = parameter.chunk(2) if "linear_fc1" in linear else [parameter]

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from flashmoe_megatron.config import Activation, MoEConfig
-from flashmoe_megatron.oracle import Difference, assert_close, moe_reference
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.oracle import FUNCTIONS, Difference, assert_close, moe_reference
 from tests.unit.cases import Inputs, form_of
 
 SLACK = 1.1
@@ -23,15 +22,6 @@ CLAMPED_ROWS = 2.0
 other side of the clamp there, where the slope is another."""
 FLOOR = 1e-4
 """Added to every bound: what fast exponentials and another order of sums may cost."""
-
-_FUNCTIONS = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
-    Activation.RELU: F.relu,
-    Activation.SQUARED_RELU: lambda z: F.relu(z).square(),
-    Activation.QUICK_GELU: lambda z: z * torch.sigmoid(1.702 * z),
-}
 
 
 @dataclass
@@ -166,7 +156,7 @@ def _exact(config: MoEConfig, inputs: Inputs, routing_map: torch.Tensor) -> Resu
 
 
 def _activated(config: MoEConfig, projected: torch.Tensor) -> torch.Tensor:
-    function = _FUNCTIONS[config.activation]
+    function = FUNCTIONS[config.activation]
     if not config.gated:
         return function(projected)
     block = config.glu_interleave or config.intermediate

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.config import Keep
 from flashmoe_megatron.errors import RowBoundError
-from tests.gpu.test_in_step import OnStream, load_operators
+from tests.gpu.test_in_step import OnStream, load_operators, run_on_streams
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, streams
-from tests.unit import in_step
 from tests.unit.in_step import CONFIG, LAYERS, RANKS, STEPS
 
 pytestmark = pytest.mark.gpu
@@ -48,12 +46,7 @@ def test_all_steps_end_and_a_repeat_fits(keep: Keep) -> None:
             attempts[rank]._is_open = True  # for threads that begin within
             wait = streams()[rank].synchronize
             ranks.append(OnStream(backend, lambda call: call, wait, device=device()))
-        layer.prepare()
-        for backend, one in zip(layer.backends, ranks, strict=True):
-            backend._use_weights(one.weights)
-        torch.cuda.synchronize()
-        in_step.run_ranks(list(ranks))
-        torch.cuda.synchronize()
+        run_on_streams(layer, ranks)
         return ranks
 
     for rank, one in enumerate(train(is_exact=False)):

@@ -4,6 +4,7 @@ Ranks are threads with streams of their own. All backwards of a GPU run on one t
 so that none may wait for another rank's: ``keep="inputs"`` is tested on simulated GPUs alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -47,6 +48,16 @@ def load_operators() -> None:
     torch.cuda.synchronize()
 
 
+def run_on_streams(layer: VirtualLayer, ranks: Sequence[OnStream]) -> None:
+    """Makes the layer's memory and tables, and runs the ranks side by side to their end."""
+    layer.prepare()
+    for backend, one in zip(layer.backends, ranks, strict=True):
+        backend._use_weights(one.weights)
+    torch.cuda.synchronize()
+    in_step.run_ranks(list(ranks))
+    torch.cuda.synchronize()
+
+
 @pytest.mark.parametrize("keep", ["all", "preactivations"])
 @pytest.mark.parametrize("name", BAD)
 def test_all_raise_in_one_call(name: str, keep: Keep) -> None:
@@ -60,10 +71,5 @@ def test_all_raise_in_one_call(name: str, keep: Keep) -> None:
         backend.keep = keep
         wait = streams()[rank].synchronize
         ranks.append(OnStream(backend, change, wait, device=device()))
-    layer.prepare()
-    for backend, one in zip(layer.backends, ranks, strict=True):
-        backend._use_weights(one.weights)
-    torch.cuda.synchronize()
-    in_step.run_ranks(ranks)
-    torch.cuda.synchronize()
+    run_on_streams(layer, ranks)
     check_in_step(list(ranks), message)

@@ -12,7 +12,7 @@ from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, assert_void, expected
 from tests.gpu.layers import TOKENS, make_config
-from tests.gpu.test_in_step import OnStream
+from tests.gpu.test_in_step import OnStream, run_on_streams
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, streams
 from tests.unit import cases, in_step
 from tests.unit.unmatched import REASON, WITHOUT, Trained, check_told
@@ -176,10 +176,5 @@ def test_all_are_told_in_one_call(row_bound: float | None, keep: Keep) -> None:
         backend.keep = keep
         wait = streams()[rank].synchronize
         ranks.append(TrainedOnStream(backend, lambda call: call, wait, device=device()))
-    layer.prepare()
-    for backend, one in zip(layer.backends, ranks, strict=True):
-        backend._use_weights(one.weights)
-    torch.cuda.synchronize()
-    in_step.run_ranks(list(ranks))
-    torch.cuda.synchronize()
+    run_on_streams(layer, ranks)
     check_told(ranks, raises_at_once=row_bound is None)

@@ -433,16 +433,29 @@ def _run(
     iterators: list[Any] = [
         shared_batches(iteration) if is_shared else _batches(case, iteration) for _ in model
     ]
-    result: list[dict[str, Any]] = step(
+    return call_schedule(
+        step,
+        model,
+        iterators,
         forward_step_func=forward_step if is_shared else _forward_step,
-        data_iterator=iterators if len(model) > 1 else iterators[0],
-        model=model if len(model) > 1 else model[0],
         num_microbatches=case.micro_batches,
         seq_length=SEQ_LENGTH,
         micro_batch_size=MICRO_BATCH,
         forward_only=forward_only,
     )
-    return result
+
+
+def call_schedule(
+    schedule: Any, model: list[Any], iterators: list[Any], **arguments: Any
+) -> list[dict[str, Any]]:
+    """Calls Megatron's schedule with a model's chunks and their batches, each alone if one is."""
+    is_one = len(model) == 1
+    reduced: list[dict[str, Any]] = schedule(
+        data_iterator=iterators[0] if is_one else iterators,
+        model=model[0] if is_one else model,
+        **arguments,
+    )
+    return reduced
 
 
 def _batches(case: Case, iteration: int) -> Iterator[torch.Tensor]:

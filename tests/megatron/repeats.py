@@ -37,7 +37,7 @@ class Case:
 
     Attributes:
         crowded: Iterations in which all tokens of a micro-batch are the same one.
-        evaluated: Iterations behind which a crowded batch is evaluated.
+        evaluated: Iterations after which a crowded batch is evaluated.
         room: How many times the rows of a repeat buffers hold afterwards; 0 leaves the bound.
         parallel: Settings of Megatron's DDP.
         save_to: The folder of a checkpoint after the last iteration.
@@ -145,10 +145,11 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
         iterators: list[Any] = [_batches(case, number, is_crowded, read) for _ in model]
         if case.wrong == "batches":
             iterators = [Queue(each) for each in iterators]
-        reduced = run(
+        reduced = harness.call_schedule(
+            run,
+            model,
+            iterators,
             forward_step_func=_forward_step,
-            data_iterator=iterators if len(model) > 1 else iterators[0],
-            model=model if len(model) > 1 else model[0],
             num_microbatches=case.micro_batches,
             seq_length=LENGTH,
             micro_batch_size=SEQUENCES,

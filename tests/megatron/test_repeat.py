@@ -165,7 +165,7 @@ def test_a_mistake_of_one_iteration_ends_the_run(two_ranks: RankPool) -> None:
 
 
 def test_nan_without_an_overflow_ends_the_run(two_ranks: RankPool) -> None:
-    """It is raised behind the iteration, and nothing is repeated."""
+    """It is raised after the iteration, and nothing is repeated."""
     told = two_ranks.run(ends, Case(EP2, row_bound=9.0, wrong="weights"))
     for rank, (said, _) in enumerate(told):
         assert said.startswith(f"RoutingError: rank {rank}: the probability of token 0")

@@ -1,26 +1,18 @@
 """Blockwise FP8 by integer arithmetic on bits, and a layer's experts that compute with it.
 
-Shares no code with the package: a value is a whole number times a power of two, and is rounded to
-E4M3 by shifts. What is read back is in float64.
+Shares no code with what it judges: a value is a whole number times a power of two, and is rounded
+to E4M3 by shifts. What is read back is in float64.
 """
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from flashmoe_megatron.config import Activation
+from flashmoe_megatron.oracle import FUNCTIONS
 
 Ints = npt.NDArray[np.int64]
 BLOCK = 128
-FUNCTIONS = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda z: F.gelu(z, approximate="tanh"),
-    Activation.RELU: F.relu,
-    Activation.SQUARED_RELU: lambda z: F.relu(z).square(),
-    Activation.QUICK_GELU: lambda z: z * torch.sigmoid(1.702 * z),
-}
 
 
 def bits_of(x: torch.Tensor) -> Ints:

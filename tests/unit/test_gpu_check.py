@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SHARED_GPUS, gpu_of_worker
+from tests.conftest import gpu_of_worker
 from tools import gpu_check
-from tools.gpu_check import PARTS, Check, main, run_parts, run_stress
+from tools.gpu_check import PARTS, SHARED_GPUS, Check, main, run_parts, run_stress
 
 pytest_plugins = "pytester"
 

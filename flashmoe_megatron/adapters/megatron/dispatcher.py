@@ -182,7 +182,7 @@ def check_loaded(*, is_attached: bool) -> None:
     """Refuses to go on where the environment replaces a dispatcher and Megatron is not patched.
 
     Raises:
-        ConfigError: Torch was told not to load plugins, and nobody has installed this one.
+        ConfigError: Torch loads no plugins, and the program has not called ``install``.
     """
     if not is_attached and replaced() and os.environ.get(TORCH_LOADS) == "0":
         raise ConfigError(
@@ -195,7 +195,7 @@ def check_loaded(*, is_attached: bool) -> None:
 def showing(config: Any, shown: Mapping[str, Any]) -> Iterator[None]:
     """Shows code of Megatron's other values of settings, which it allows its own dispatchers alone.
 
-    Settings that a release does not know are left alone; all have the user's values again behind.
+    Settings that a release does not know are left alone; all get the user's values back.
     """
     held = {name: getattr(config, name) for name in shown if hasattr(config, name)}
     for name in held:

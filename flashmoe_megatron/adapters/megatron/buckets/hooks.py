@@ -221,6 +221,8 @@ class ExpertHooks:
         self._fuses = fuses
         num_weights = len(params) - num_biases
         self._is_fused = [fuses and index < num_weights for index in range(len(params))]
+        fused = itertools.compress(params, self._is_fused)
+        self._marked = [param for param in fused if param.requires_grad]
         self._is_trained = list(map(_wants_grad, params))
         self._trained = [param for param in params if param.requires_grad]
         self._hooks: list[_Hook] = [getattr(param, _HOOK) for param in self._trained]
@@ -285,9 +287,8 @@ class ExpertHooks:
         self._is_last = self._reduces()
         device = self._trained[0].device
         self._stream = current_stream(index_of(device)) if device.type == "cuda" else None
-        for param, is_fused in zip(self.params, self._is_fused, strict=True):
-            if is_fused and param.requires_grad:  # Megatron takes marks away before each iteration
-                param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        for param in self._marked:  # Megatron takes the marks away before each iteration
+            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         is_seen = self._is_seen()
         self.gives_dummies = is_seen and self._fuses
         if accumulators is None:

@@ -45,7 +45,7 @@ from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.ranks import Ranks
 
 MOST_IN_A_ROW = 10
-"""After so many iterations of which each was repeated, the next overflow is an error."""
+"""The most consecutive iterations that are repeated; an overflow in the next is an error."""
 ROOM = 1.1
 """Buffers hold so many times what the fullest rank and layer needed in a repeat."""
 _IS_ZEROED = "flashmoe_is_zeroed"
@@ -312,7 +312,7 @@ def _config_of(chunk: Any) -> Any:
 
 
 def _final_error(problem: str | None, *, cannot_repeat: bool) -> FlashMoEError:
-    """Returns the error of an overflow behind which no iteration is repeated."""
+    """Returns the error of an overflow after which no iteration is repeated."""
     own = next((one for one in ATTEMPTS.errors if isinstance(one, RowBoundError)), None)
     said = str(own or "a rank was to receive more rows than its buffers hold: raise row_bound")
     if not cannot_repeat:

@@ -2,7 +2,7 @@
 
 A forward draws random numbers, counts tokens, and keeps maxima and losses; the end of the backward
 moves the experts' biases. Each of these is named here. Parameters and the optimizer's state change
-in the step behind the iteration alone.
+in the step after the iteration alone.
 """
 
 import random

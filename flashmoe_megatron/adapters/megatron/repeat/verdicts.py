@@ -2,7 +2,7 @@
 
 An overflow leaves NaN, which Megatron would take for a fault of the hardware. Whatever it judges
 (losses, norms of buckets, unexpectedly large values) goes through one method of its
-``RerunStateMachine``. Calls of it are made behind the iteration, or not at all.
+``RerunStateMachine``. Calls of it are made after the iteration, or not at all.
 """
 
 import contextlib

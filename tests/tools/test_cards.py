@@ -124,12 +124,6 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert order == [*fresh, (first.name, arms[2]), (first.name, arms[1])]
 
 
-def test_a_card_of_one_file(tmp_path: Path) -> None:
-    kept = folder_of(tmp_path, QWEN3, 1).with_suffix(".jsonl")
-    kept.write_text(json.dumps({"arm": OURS.name, **record()}) + "\n")
-    assert read_records(folder_of(tmp_path, QWEN3, 1))[OURS.name]["losses"] == record()["losses"]
-
-
 def test_a_card_says_what_it_misses() -> None:
     records = {OURS.name: record(), THEIRS.name: record("failed")}
     card = card_of(QWEN3, records, 1)

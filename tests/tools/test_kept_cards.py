@@ -9,25 +9,30 @@ import pytest
 
 from tests.tools.test_cards import OURS, QWEN3, THEIRS, record
 from tools.bench.cards import __main__ as cards
-from tools.bench.cards.arms import Arm
+from tools.bench.cards.arms import Arm, arms_of
 from tools.bench.cards.card import CHOICES, card_of
-from tools.bench.cards.kept import KeptCard, comparisons, kept_cards, shown
+from tools.bench.cards.kept import KeptCard, comparisons, keep, kept_cards, shown
 from tools.bench.cards.models import MODELS
 from tools.bench.cards.page import markdown
 from tools.bench.cards.picture import draw, labels
+from tools.bench.cards.records import folder_of, write_record
 from tools.bench.cards.summary import page, summary
 
 MIXTRAL = next(model for model in MODELS if model.arms == "fp8")
 PIECES = Arm("flashmoe", "pieces", is_forced=False)
 FORCED = Arm("flashmoe", "whole", is_forced=True)
+H200 = "2026-11-28-cards-h200-1x.jsonl"
 FP8 = Arm("alltoall", "pieces", is_forced=False, variant="fp8")
 
 
-def keep(results: Path, name: str, records: dict[str, Any]) -> None:
-    """Keeps a card's records as the project does."""
-    path = results / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"arm": arm, **one}) + "\n" for arm, one in records.items()))
+def write(path: Path, by_model: dict[str, dict[str, Any]]) -> None:
+    """Writes a file of kept records."""
+    lines = [
+        {"model": model, "arm": arm, **one}
+        for model, records in by_model.items()
+        for arm, one in records.items()
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def times(ms: float, **rest: Any) -> dict[str, Any]:
@@ -45,8 +50,7 @@ def results(tmp_path: Path) -> Path:
         FORCED.name: times(250, ended="bound", row_blocks=9, losses=[1.0] * 5),
     }
     mixtral = {OURS.name: times(400), THEIRS.name: times(480, busy_ms=285.0), FP8.name: times(380)}
-    keep(tmp_path, f"2026-11-28-cards-h200/{QWEN3.name}-1x.jsonl", qwen3)
-    keep(tmp_path, f"2026-11-28-cards-h200/{MIXTRAL.name}-1x.jsonl", mixtral)
+    write(tmp_path / H200, {QWEN3.name: qwen3, MIXTRAL.name: mixtral})
     return tmp_path
 
 
@@ -76,8 +80,8 @@ def test_the_comparison_of_the_readme(results: Path) -> None:
 
 
 def test_runs_of_two_machines_have_no_ratio(results: Path) -> None:
-    kept = f"2026-11-28-cards-h200/{QWEN3.name}-1x.jsonl"
-    keep(results, kept, {OURS.name: times(250), THEIRS.name: times(800, power_limit="500 W")})
+    two = {OURS.name: times(250), THEIRS.name: times(800, power_limit="500 W")}
+    write(results / H200, {QWEN3.name: two})
     (row, *_) = comparisons(kept_cards(results)[0])
     assert row.ours.line is not None
     assert row.theirs.line is not None
@@ -86,14 +90,13 @@ def test_runs_of_two_machines_have_no_ratio(results: Path) -> None:
 
 def test_the_card_with_the_most_results_is_shown_and_its_machine_is_named(results: Path) -> None:
     few = {OURS.name: times(300)}
-    name = f"{QWEN3.name}-1x.jsonl"
-    keep(results, f"2026-11-29-cards-h100/{name}", few)
-    paths = [card.path for card in shown(kept_cards(results))]
-    assert results / "2026-11-28-cards-h200" / name in paths
+    h100 = results / "2026-11-29-cards-h100-1x.jsonl"
+    write(h100, {QWEN3.name: few})
+    assert all(card.path == results / H200 for card in shown(kept_cards(results)))
     assert len(kept_cards(results)) == 3
-    h100 = {"gpus": ["NVIDIA H100 80GB HBM3"]}
-    many = {arm: times(300, **h100) for arm in (OURS.name, PIECES.name, THEIRS.name, FORCED.name)}
-    keep(results, f"2026-11-29-cards-h100/{name}", many)
+    gpus = {"gpus": ["NVIDIA H100 80GB HBM3"]}
+    many = {arm: times(300, **gpus) for arm in (OURS.name, PIECES.name, THEIRS.name, FORCED.name)}
+    write(h100, {QWEN3.name: many})
     (qwen3, mixtral) = shown(kept_cards(results))
     assert (qwen3.machine, mixtral.machine) == ("1 H100", "1 H200")
     lines = summary([qwen3, mixtral])
@@ -101,10 +104,35 @@ def test_the_card_with_the_most_results_is_shown_and_its_machine_is_named(result
     assert any(line.startswith(f"| {QWEN3.title}, 1 H100 | natural |") for line in lines)
 
 
-def test_records_of_an_unknown_model_are_refused(results: Path) -> None:
-    keep(results, "2026-11-28-cards-h200/other-1x.jsonl", {})
-    with pytest.raises(ValueError, match=r"other-1x.jsonl, wanted MODEL-Nx.jsonl"):
+def test_what_is_no_file_of_kept_records_is_refused(results: Path) -> None:
+    write(results / H200, {"other": {OURS.name: times(250)}})
+    with pytest.raises(ValueError, match=r"line 1: got model other, wanted qwen3"):
         kept_cards(results)
+    (results / H200).rename(results / "2026-11-28-cards-h200.jsonl")
+    with pytest.raises(ValueError, match=r"wanted DATE-cards-GPU-Nx.jsonl"):
+        kept_cards(results)
+
+
+def test_what_has_been_run_is_kept(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A result takes the place of an older one of its arm; what has none stays out."""
+    arms = arms_of(QWEN3)
+    folder = folder_of(results / "runs", QWEN3, 1)
+    write_record(folder, OURS, times(240))
+    write_record(folder, arms[-1], times(500))
+    write_record(folder, FORCED, times(1, ended="failed"))
+    before = len(kept_cards(results)[0].card["arms"])
+    kept = str(results / H200)
+    assert cards.main(["keep", kept, "--out", str(results / "runs")]) == 0
+    assert f"{QWEN3.name}: {arms[-1].name}, {OURS.name}\n" in capsys.readouterr().out
+    qwen3, mixtral = kept_cards(results)
+    assert len(qwen3.card["arms"]) == before + 1
+    by_arm = {line["arm"]: line for line in qwen3.card["arms"]}
+    assert by_arm[OURS.name]["seconds"] == 0.24
+    assert by_arm[FORCED.name]["ended"] == "bound"
+    assert len(mixtral.card["arms"]) == 3
+    other = {OURS.name: times(250, gpus=["NVIDIA H100 80GB HBM3"])}
+    with pytest.raises(ValueError, match=r"NVIDIA H100.*wanted .*H200"):
+        keep(results / H200, QWEN3, other)
 
 
 def test_a_picture_shows_each_run(results: Path) -> None:
@@ -126,8 +154,7 @@ def test_the_readmes_picture_is_that_of_the_records(tmp_path: Path) -> None:
 def test_the_page_links_the_records_of_each_card(results: Path) -> None:
     text = "\n".join(page(kept_cards(results), results / "pages"))
     for model in (QWEN3, MIXTRAL):
-        link = f"../2026-11-28-cards-h200/{model.name}-1x.jsonl"
-        assert f"[Records]({link})" in text
+        assert f"[Records](../{H200})" in text
         assert f"### {model.title}" in text
         assert f"--models {model.name} --gpus 1" in " ".join(text.split())
 

@@ -4,6 +4,7 @@ On one Hopper GPU or several, with Transformer Engine and Megatron-Core installe
 
     python -m tools.bench.cards run --megatron .megatron --out runs/cards --minutes 9
     python -m tools.bench.cards pages --out runs/cards
+    python -m tools.bench.cards keep tools/bench/results/DATE-cards-GPU-1x.jsonl --out runs/cards
     python -m tools.bench.cards picture
 
 ``.megatron`` is a folder with ``pretrain_gpt.py`` of Megatron-LM, the files that it imports except
@@ -18,7 +19,8 @@ Called again, it goes on where it stopped, also days later and on another machin
 folder; the card then names both. A run whose attention Transformer Engine does not fuse ends after
 its first iteration, and is no result.
 
-The project keeps records in ``tools/bench/results``, as ``DATE-cards-GPU/MODEL-Nx.jsonl`` with a
-line for each arm. From these ``picture`` draws the README's picture, and ``python -m tools.tables``
-writes the README's table and the page of cards. Both need no GPU.
+``keep`` adds results to a file in ``tools/bench/results``, which has the cards of all models on one
+kind and number of GPUs, a line for each arm. From these files ``picture`` draws the README's
+picture, and ``python -m tools.tables`` writes the README's table and the page of cards. Both need
+no GPU.
 """

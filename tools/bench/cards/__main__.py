@@ -11,7 +11,7 @@ from typing import Any
 from tools.bench import cards, common
 from tools.bench.cards.arms import arms_of
 from tools.bench.cards.card import card_of
-from tools.bench.cards.kept import kept_cards
+from tools.bench.cards.kept import gpus_of, keep, kept_cards
 from tools.bench.cards.models import MODELS, Model
 from tools.bench.cards.page import markdown
 from tools.bench.cards.records import (
@@ -46,9 +46,12 @@ def main(arguments: list[str]) -> int:
     pages = commands.add_parser("pages", help="print the cards of what has been run")
     drawing = commands.add_parser("picture", help="draw the README's picture of the kept records")
     drawing.add_argument("--out", type=Path, default=PICTURE, help="the SVG file")
-    for each in (run, pages):
+    keeping = commands.add_parser("keep", help="add what has been run to a file of kept records")
+    keeping.add_argument("file", type=Path, help="DATE-cards-GPU-Nx.jsonl, need not exist")
+    for each in (run, pages, keeping):
         each.add_argument("--out", type=Path, default=Path("runs/cards"))
         each.add_argument("--models", nargs="+", choices=[model.name for model in MODELS])
+    for each in (run, pages):
         each.add_argument("--gpus", type=int, default=1)
     run.add_argument("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     run.add_argument("--minutes", type=float, default=9.0, help="for all arms together")
@@ -69,6 +72,12 @@ def main(arguments: list[str]) -> int:
         options.out.write_text(draw(kept_cards()))
         return 0
     models = [each for each in MODELS if not options.models or each.name in options.models]
+    if options.command == "keep":
+        for model in models:
+            folder = folder_of(options.out, model, gpus_of(options.file))
+            added = keep(options.file, model, read_records(folder))
+            print(f"{model.name}: {', '.join(added) or 'nothing'}")
+        return 0
     if options.command == "pages":
         for model in models:
             records = read_records(folder_of(options.out, model, options.gpus))

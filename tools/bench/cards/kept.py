@@ -1,5 +1,6 @@
 """Finds the cards whose records the project keeps, and compares flashmoe with alltoall on them."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from tools.bench.cards.arms import Arm, arms_of
 from tools.bench.cards.card import card_of
 from tools.bench.cards.models import MODELS, Model
 from tools.bench.cards.page import machine_of
-from tools.bench.cards.records import folder_of, read_records
-from tools.bench.common import ROOT
+from tools.bench.cards.records import Records, is_done
+from tools.bench.common import ROOT, read_record
 
 RESULTS = ROOT / "tools" / "bench" / "results"
-KEPT = re.compile(r"(?P<model>.+)-(?P<gpus>\d+)x\.jsonl")
+KEPT = re.compile(r".+-cards-.+-(?P<gpus>\d+)x\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class KeptCard:
     """A card whose records the project keeps.
 
     Attributes:
-        path: The records, a line for each arm.
+        path: The records of all cards of such GPUs, a line for each arm of each model.
         model: What was trained.
         num_gpus: On so many GPUs.
         card: What the records say.
@@ -40,18 +41,76 @@ class KeptCard:
 
 
 def kept_cards(results: Path = RESULTS) -> list[KeptCard]:
-    """Reads all kept cards, in the order of the models and then of their folders' names."""
-    by_name = {model.name: model for model in MODELS}
+    """Reads all kept cards, in the order of the models and then of their files' names."""
     found = []
-    for path in sorted(results.glob("*-cards-*/*.jsonl")):
-        kept = KEPT.fullmatch(path.name)
-        if kept is None or kept["model"] not in by_name:
-            raise ValueError(f"got {path}, wanted MODEL-Nx.jsonl with one of {', '.join(by_name)}")
-        model, gpus = by_name[kept["model"]], int(kept["gpus"])
-        records = read_records(folder_of(path.parent, model, gpus))
-        found.append(KeptCard(path, model, gpus, card_of(model, records, gpus)))
-    order = list(by_name)
-    return sorted(found, key=lambda each: (order.index(each.model.name), each.num_gpus))
+    for path in sorted(results.glob("*-cards-*.jsonl")):
+        gpus = gpus_of(path)
+        by_model = read_kept(path)
+        for model in MODELS:
+            if model.name in by_model:
+                card = card_of(model, by_model[model.name], gpus)
+                found.append(KeptCard(path, model, gpus, card))
+    order = list(MODELS)
+    return sorted(found, key=lambda each: (order.index(each.model), each.num_gpus))
+
+
+def gpus_of(path: Path) -> int:
+    """Returns the number of GPUs that the name of a file of kept records says.
+
+    Raises:
+        ValueError: The name is not of that form.
+    """
+    kept = KEPT.fullmatch(path.name)
+    if kept is None:
+        raise ValueError(f"got {path}, wanted DATE-cards-GPU-Nx.jsonl with N GPUs a training")
+    return int(kept["gpus"])
+
+
+def read_kept(path: Path) -> dict[str, Records]:
+    """Reads a file of kept records: by the names of the models, and then of the arms.
+
+    Raises:
+        ValueError: A line is of no known model.
+    """
+    names = [model.name for model in MODELS]
+    found: dict[str, Records] = {}
+    for number, record in enumerate(read_record(path), 1):
+        if record.get("model") not in names:
+            got = record.get("model")
+            raise ValueError(f"{path}, line {number}: got model {got}, wanted {', '.join(names)}")
+        found.setdefault(record["model"], {})[record["arm"]] = record
+    return found
+
+
+def keep(path: Path, model: Model, records: Records) -> list[str]:
+    """Adds the results of a card to a file of kept records, which loses what it had for these arms.
+
+    Args:
+        path: The file, which need not exist.
+        model: What was trained.
+        records: What has been run, by the names of the arms. Arms without a result are left out.
+
+    Returns:
+        The names of the arms that were added.
+
+    Raises:
+        ValueError: The file's name is not that of kept records, a line is of no known model, or
+            the GPUs of a result are not those of the file.
+    """
+    gpus_of(path)
+    kept = read_kept(path) if path.is_file() else {}
+    done = {arm: record for arm, record in records.items() if is_done(record)}
+    have = {tuple(record["gpus"]) for by_arm in kept.values() for record in by_arm.values()}
+    for arm, record in done.items():
+        if have and tuple(record["gpus"]) not in have:
+            raise ValueError(
+                f"{arm} of {model.name}: got {record['gpus']}, wanted {have} as {path}"
+            )
+    of_model = kept.setdefault(model.name, {})
+    of_model |= {arm: {"model": model.name, "arm": arm, **one} for arm, one in done.items()}
+    lines = [json.dumps(line) + "\n" for by_arm in kept.values() for line in by_arm.values()]
+    path.write_text("".join(lines))
+    return list(done)
 
 
 def shown(cards: list[KeptCard]) -> list[KeptCard]:

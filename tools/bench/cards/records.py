@@ -7,7 +7,6 @@ from typing import Any
 
 from tools.bench.cards.arms import Arm, arms_of
 from tools.bench.cards.models import Model
-from tools.bench.common import read_record
 
 DONE = ("complete", "bound")
 """Ends of a run that are results."""
@@ -22,10 +21,6 @@ def folder_of(out: Path, model: Model, gpus: int) -> Path:
 def read_records(folder: Path) -> Records:
     """A card's records by the names of their arms; unfinished files of a lost machine are none."""
     found: Records = {}
-    lines = folder.with_suffix(".jsonl")  # what is kept of a card: a line for each arm
-    if lines.is_file():
-        for record in read_record(lines):
-            found[record["arm"]] = record
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_text())

@@ -88,20 +88,27 @@ def test_runs_of_two_machines_have_no_ratio(results: Path) -> None:
     assert row.ratio is None
 
 
-def test_the_card_with_the_most_results_is_shown_and_its_machine_is_named(results: Path) -> None:
-    few = {OURS.name: times(300)}
+def test_the_machine_with_the_most_results_is_shown(results: Path) -> None:
     h100 = results / "2026-11-29-cards-h100-1x.jsonl"
-    write(h100, {QWEN3.name: few})
-    assert all(card.path == results / H200 for card in shown(kept_cards(results)))
-    assert len(kept_cards(results)) == 3
     gpus = {"gpus": ["NVIDIA H100 80GB HBM3"]}
-    many = {arm: times(300, **gpus) for arm in (OURS.name, PIECES.name, THEIRS.name, FORCED.name)}
-    write(h100, {QWEN3.name: many})
-    (qwen3, mixtral) = shown(kept_cards(results))
-    assert (qwen3.machine, mixtral.machine) == ("1 H100", "1 H200")
-    lines = summary([qwen3, mixtral])
-    assert lines[0].startswith("On 1 H100 and 1 H200,")
-    assert any(line.startswith(f"| {QWEN3.title}, 1 H100 | natural |") for line in lines)
+    arms = (OURS.name, PIECES.name, THEIRS.name, FORCED.name, FP8.name)
+    write(h100, {QWEN3.name: {arm: times(300, **gpus) for arm in arms[:4]}})
+    assert {card.path for card in kept_cards(results)} == {h100, results / H200}
+    assert {card.path for card in shown(kept_cards(results))} == {results / H200}
+    write(
+        h100, {model.name: {arm: times(300, **gpus) for arm in arms} for model in (QWEN3, MIXTRAL)}
+    )
+    assert {card.machine for card in shown(kept_cards(results))} == {"1 H100"}
+    lines = summary(kept_cards(results))
+    assert lines[0].startswith("On 1 H100, ")
+
+
+def test_a_row_names_its_machine_where_there_are_two(results: Path) -> None:
+    two = {arm.name: times(300) for arm in (OURS, THEIRS)}
+    write(results / "2026-11-29-cards-h200-2x.jsonl", {QWEN3.name: two})
+    lines = summary(kept_cards(results))
+    assert lines[0].startswith("On 1 H200 and 2 H200,")
+    assert any(line.startswith(f"| {QWEN3.title}, 2 H200 | natural |") for line in lines)
 
 
 def test_what_is_no_file_of_kept_records_is_refused(results: Path) -> None:

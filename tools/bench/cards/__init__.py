@@ -4,7 +4,7 @@ On one Hopper GPU or several, with Transformer Engine and Megatron-Core installe
 
     python -m tools.bench.cards run --megatron .megatron --out runs/cards --minutes 9
     python -m tools.bench.cards pages --out runs/cards
-    python -m tools.bench.cards keep tools/bench/results/DATE-cards-GPU-1x.jsonl --out runs/cards
+    python -m tools.bench.cards keep DATE-cards-GPU-1x.jsonl --out runs/cards
     python -m tools.bench.cards picture
 
 ``.megatron`` is a folder with ``pretrain_gpt.py`` of Megatron-LM, the files that it imports except

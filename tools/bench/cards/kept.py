@@ -114,16 +114,20 @@ def keep(path: Path, model: Model, records: Records) -> list[str]:
 
 
 def shown(cards: list[KeptCard]) -> list[KeptCard]:
-    """Returns the card of each model and number of GPUs that has the most results.
+    """Returns, for each number of GPUs, the cards of the file that has the most results.
 
-    The last of several such cards, which is the one of the latest date, is shown.
+    So all models of a comparison ran on one kind of GPU. The last of several such files is shown,
+    which is the one of the latest date.
     """
-    chosen: dict[tuple[str, int], KeptCard] = {}
+    results: dict[int, dict[Path, int]] = {}
     for each in cards:
-        key = (each.model.name, each.num_gpus)
-        if key not in chosen or len(each.card["arms"]) >= len(chosen[key].card["arms"]):
-            chosen[key] = each
-    return list(chosen.values())
+        by_path = results.setdefault(each.num_gpus, {})
+        by_path[each.path] = by_path.get(each.path, 0) + len(each.card["arms"])
+    chosen = [
+        max(by_path.items(), key=lambda item: (item[1], item[0].name))[0]
+        for by_path in results.values()
+    ]
+    return [each for each in cards if each.path in chosen]
 
 
 @dataclass(frozen=True)

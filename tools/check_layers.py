@@ -52,10 +52,7 @@ PYTHON = [
     ["data_parallel", "gates", "measured"],
     ["adapters"],
     ["bench"],
-    [
-        *("autoload", "automodel", "calibrate", "deepspeed", "run", "schedule", "torchtitan"),
-        "transformers",
-    ],
+    ["autoload", "calibrate", "deepspeed", "run", "schedule", "torchtitan", "transformers"],
     ["doctor"],
     ["__main__"],
 ]
@@ -111,7 +108,7 @@ BENCH = [
 ADAPTERS = [
     ["experts", "forwards", "gradients", "held", "options", "patch", "probe"],
     ["indexed", "metrics"],
-    ["automodel", "deepspeed", "megatron", "torchtitan", "transformers"],
+    ["deepspeed", "megatron", "torchtitan", "transformers"],
 ]
 MEGATRON = [
     ["fixes", "fp8", "settings"],
@@ -148,12 +145,6 @@ TRANSFORMERS = [
     ["experts"],
     ["parallel"],
     ["register"],
-]
-AUTOMODEL = [
-    ["form"],
-    ["experts"],
-    ["seam"],
-    ["backend"],
 ]
 DOCTOR = [
     ["fact"],
@@ -323,7 +314,6 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "adapters/megatron/buckets"), MEGATRON_BUCKETS),
         *violations(python_edges(PACKAGE, "adapters/deepspeed"), DEEPSPEED),
         *violations(python_edges(PACKAGE, "adapters/transformers"), TRANSFORMERS),
-        *violations(python_edges(PACKAGE, "adapters/automodel"), AUTOMODEL),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

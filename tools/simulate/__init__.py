@@ -3,6 +3,7 @@
     python -m tools.simulate compare                      # measured against simulated times
     python -m tools.simulate fit RESULTS.jsonl ...        # the same, fitted again to figures.json
     python -m tools.simulate predict --out runs/simulate  # weak scaling to 4096 GPUs, with plots
+    python -m tools.simulate fsmoe                        # FSMoE's layers and its ablation
 
 Why a discrete-event simulation of our own, in plain Python and numpy: the kernel hands out tiles in
 one total order from one counter, so that one rank is a list of tickets and a heap of the times at

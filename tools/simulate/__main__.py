@@ -45,6 +45,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     add_gated(predicting)
     predicting.add_argument("--backward", action="store_true", help="the backward's launch")
+    ablation = commands.add_parser("fsmoe", help="FSMoE's layers, and what its schedule brings")
+    ablation.add_argument(
+        "--every", type=count, default=1, metavar="N", help="plays one layer of N, for a look"
+    )
+    ablation.set_defaults(run=run_fsmoe)
     return parser.parse_args(arguments)
 
 
@@ -133,6 +138,16 @@ def run_predict(options: argparse.Namespace) -> int:
     )
     for path in drawn:
         print(f"wrote {path}")
+    return 0
+
+
+def run_fsmoe(options: argparse.Namespace) -> int:
+    """Plays FSMoE's layers on its authors' machine and on ours, and prints both."""
+    from tools.simulate import ablation
+
+    chosen = list(ablation.layers())[:: options.every]
+    found = {one.name: ablation.summarize(chosen, one) for one in ablation.MACHINES}
+    print("\n".join(ablation.table(found)))
     return 0
 
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
@@ -17,11 +17,14 @@ from flashmoe_megatron.eager import eager, unseen
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
 from flashmoe_megatron.weights import (
+    MATRIX,
+    VECTOR,
     ExpertWeights,
     SplitGrads,
     SplitWeights,
     WeightGrad,
     WrappedWeights,
+    spread,
 )
 
 AfterBackward = Callable[[Sequence[torch.Tensor]], None]
@@ -302,8 +305,12 @@ class _RoutedExperts(torch.autograd.Function):
                     followed=True,
                     layer=call.layer,
                     router=call.router,
+                    trains_fc1=_trains_fc1(ctx, weights),
                 )
             if not isinstance(saved, NaNResult):
+                rows = getattr(saved, "rows", None)
+                if isinstance(rows, torch.Tensor):
+                    backend.weight_grads.row_bytes += rows.nbytes
                 if keeps_inputs:
                     saved = _Inputs(x, probs, routing_map, call.layer, saved)
                 if call.on_saved is not None:
@@ -353,19 +360,19 @@ class _RoutedExperts(torch.autograd.Function):
                 training=True,
                 first_plan=saved.first_plan,
                 layer=saved.layer,
+                trains_fc1=_trains_fc1(ctx, weights),
             )[1]  # the output, which the backward does not need, is freed here
         elif isinstance(saved, NaNResult) and not saved.is_put_off and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
-        destinations = _destinations_of(ctx, weights)
-        targets = destinations.targets
+        wanted = _wanted(ctx)
+        destinations = _destinations_of(ctx, weights, wanted)
+        taken = _as_taken(weights, ctx.backend)
+        targets = _counted(ctx.backend, destinations.targets, wanted)
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
             saved,
-            _as_taken(weights, ctx.backend),
-            targets["fc1"],
-            targets["fc2"],
-            targets["fc1_bias"],
-            targets["fc2_bias"],
+            taken,
+            *(targets.values() if all(wanted) else _spread(targets, taken)),
         )
         after_backward = gradients.after_backward
         if after_backward is not None and (main_grads is None or main_grads.is_due()):
@@ -398,7 +405,38 @@ class _Inputs:
 
 
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")
-_Targets = dict[str, list[WeightGrad]]
+_Targets = dict[str, list[WeightGrad | None]]
+
+
+def _wanted(ctx: Any) -> tuple[bool, ...]:
+    """Tells which weights' gradients are wanted, in their order: not those of frozen ones."""
+    return tuple(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + len(_tensors_of(ctx.owners))])
+
+
+def _trains_fc1(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
+    num = len(weights.fc1 if isinstance(weights, ExpertWeights) else weights.gate + weights.up)
+    return any(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + num])
+
+
+_NUM_BEFORE = 3
+"""Inputs of the node ahead of the weights."""
+
+
+def _counted(backend: Backend, targets: _Targets, wanted: Sequence[bool]) -> _Targets:
+    """Counts the gradients of a backward; returns where they go."""
+    counters = backend.weight_grads
+    counters.computed += wanted.count(True)
+    counters.left_out += wanted.count(False)
+    every = list(filter(None, itertools.chain(*targets.values())))
+    if not all(map(itemgetter(1), every)):  # by a loop in C: mostly all are added
+        counters.buffer_bytes += sum(one.buffer.nbytes for one in every if not one.accumulate)
+    return targets
+
+
+def _spread(targets: _Targets, weights: ExpertWeights) -> Iterator[list[WeightGrad | None]]:
+    """Gives each expert a target of its own, kind by kind."""
+    for kind, num_dims in zip(_KINDS, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True):
+        yield spread(targets[kind], getattr(weights, kind), num_dims)
 
 
 class _Destinations:
@@ -419,24 +457,34 @@ class _Destinations:
         for kind in _KINDS:
             targets = self.targets[kind]
             if main_grads is not None and not main_grads.gives_dummies:
-                grads += (None if target.accumulate else target.buffer for target in targets)
+                grads += (None if _adds(target) else _buffer(target) for target in targets)
                 continue
             pairs = list(zip(getattr(self._owners, kind), targets, strict=True))
-            added = [owner for owner, target in pairs if target.accumulate]
+            added = [owner for owner, target in pairs if _adds(target)]
             if main_grads is None:
                 for owner in added:
                     owner.grad_added_to_main_grad = True
             dummies = dummy_grads(added)
-            grads += (next(dummies) if target.accumulate else target.buffer for _, target in pairs)
+            grads += (next(dummies) if _adds(target) else _buffer(target) for _, target in pairs)
         return tuple(grads)
 
     def fc2_in_main_grad(self) -> list[torch.Tensor]:
         """The fc2 weights whose gradients are added to main_grad."""
         pairs = zip(self._owners.fc2, self.targets["fc2"], strict=True)
-        return [owner for owner, target in pairs if target.accumulate]
+        return [owner for owner, target in pairs if _adds(target)]
 
 
-def _target(owner: Any, adds: bool) -> WeightGrad:
+def _adds(target: WeightGrad | None) -> bool:
+    return target is not None and target.accumulate
+
+
+def _buffer(target: WeightGrad | None) -> torch.Tensor | None:
+    return None if target is None else target.buffer
+
+
+def _target(owner: Any, adds: bool, is_wanted: bool) -> WeightGrad | None:
+    if not is_wanted:
+        return None
     main_grad = getattr(owner, "main_grad", None) if adds else None
     if main_grad is not None:
         return WeightGrad(main_grad, True)
@@ -445,10 +493,10 @@ def _target(owner: Any, adds: bool) -> WeightGrad:
     )
 
 
-def _targets(owners: ExpertWeights, adds: Sequence[bool]) -> _Targets:
-    left = iter(adds)
+def _targets(owners: ExpertWeights, adds: Sequence[bool], wanted: Sequence[bool]) -> _Targets:
+    left = zip(adds, wanted, strict=True)
     return {
-        kind: [_target(owner, next(left)) for owner in getattr(owners, kind)] for kind in _KINDS
+        kind: [_target(owner, *next(left)) for owner in getattr(owners, kind)] for kind in _KINDS
     }
 
 
@@ -463,11 +511,11 @@ def _main_grads_of(owners: ExpertWeights) -> _Targets:
 
 
 def _destinations_of(
-    ctx: Any, weights: ExpertWeights | SplitWeights
+    ctx: Any, weights: ExpertWeights | SplitWeights, wanted: Sequence[bool]
 ) -> "_Destinations | _SplitDestinations":
-    """Chooses where a backward writes the gradients of its weights."""
+    """Chooses where a backward writes the gradients of its weights, as far as they are wanted."""
     if isinstance(weights, SplitWeights):
-        return _SplitDestinations(weights, ctx.backend)
+        return _SplitDestinations(weights, wanted, ctx.backend)
     num_weights = len(_tensors_of(ctx.owners))
     gradients: Gradients = ctx.gradients
     main_grads = gradients.main_grads
@@ -477,14 +525,14 @@ def _destinations_of(
         num_fused = len(ctx.owners.fc1) + len(ctx.owners.fc2)
         num_fused *= gradients.accumulate_into_main_grad
         adds = [index < num_fused and accumulates(node) for index, node in enumerate(nodes)]
-        return _Destinations(ctx.owners, _targets(ctx.owners, adds))
+        return _Destinations(ctx.owners, _targets(ctx.owners, adds, wanted))
     # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor().accumulator):
         chosen = main_grads.begin(None)
     else:
         chosen = main_grads.begin([node for node, _ in ctx.next_functions[-num_weights - 1 : -1]])
     owners = ctx.owners
-    targets = _main_grads_of(owners) if chosen is None else _targets(owners, chosen)
+    targets = _main_grads_of(owners) if chosen is None else _targets(owners, chosen, wanted)
     return _Destinations(owners, targets, main_grads)
 
 
@@ -505,19 +553,19 @@ def accumulates(node: Any) -> bool:
 class _SplitDestinations:
     """The buffers for the gradients of :class:`SplitWeights`."""
 
-    def __init__(self, weights: SplitWeights, backend: Backend) -> None:
-        self._grads = SplitGrads(weights, are_apart=backend.takes_split)
+    def __init__(self, weights: SplitWeights, wanted: Sequence[bool], backend: Backend) -> None:
+        self._grads = SplitGrads(weights, wanted, are_apart=backend.takes_split)
         self.targets: _Targets = {
-            kind: [WeightGrad(buffer, False) for buffer in getattr(self._grads.buffers, kind)]
-            for kind in _KINDS
+            kind: [None if buffer is None else WeightGrad(buffer, False) for buffer in buffers]
+            for kind, buffers in zip(_KINDS, self._grads.buffers, strict=True)
         }
 
     def fc2_in_main_grad(self) -> list[torch.Tensor]:
         """None: split weights get ordinary gradients."""
         return []
 
-    def grads(self) -> Sequence[torch.Tensor]:
-        return _tensors_of(self._grads.split())
+    def grads(self) -> Sequence[torch.Tensor | None]:
+        return self._grads.split()
 
 
 def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> ExpertWeights:

@@ -21,7 +21,7 @@ from flashmoe_megatron.ranks import OfGroup
 from flashmoe_megatron.releases import TORCH
 from flashmoe_megatron.router import Router
 from flashmoe_megatron.telemetry.record import LaunchRecord
-from flashmoe_megatron.weights import ExpertWeights, WeightGrad
+from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 
 if _problem := TORCH.problem(torch.__version__):
     # pip has checked that, unless it was asked to leave dependencies alone.
@@ -39,15 +39,42 @@ class Given(NamedTuple):
     layer: int = 0
     router: Router | None = None
     first_plan: torch.Tensor | None = None
+    trains_fc1: bool = True
+
+
+Targets = Sequence[WeightGrad | None]
+"""Where the gradients of one kind of weights go, ``None`` where none is wanted."""
 
 
 class Grads(NamedTuple):
-    """The targets of gradients of weights and biases, kind by kind."""
+    """The targets of gradients of weights and biases, kind by kind.
 
-    fc1: Sequence[WeightGrad]
-    fc2: Sequence[WeightGrad]
-    fc1_bias: Sequence[WeightGrad] = ()
-    fc2_bias: Sequence[WeightGrad] = ()
+    If any is not wanted, each expert has a target of its own
+    (:func:`~flashmoe_megatron.weights.spread`).
+    """
+
+    fc1: Targets
+    fc2: Targets
+    fc1_bias: Targets = ()
+    fc2_bias: Targets = ()
+
+
+@dataclass
+class GradCounters:
+    """Counts of one rank's gradients of weights and biases so far, and of memory for them.
+
+    Attributes:
+        computed: Tensors whose gradient a backward has computed, once for each backward.
+        left_out: Frozen tensors, whose gradient was not wanted, once for each backward.
+        buffer_bytes: Bytes of the buffers that backwards have made for gradients; what is added to
+            ``main_grad`` needs none.
+        row_bytes: Bytes of the tokens' rows that forwards have kept for fc1's gradients.
+    """
+
+    computed: int = 0
+    left_out: int = 0
+    buffer_bytes: int = 0
+    row_bytes: int = 0
 
 
 @dataclass
@@ -124,6 +151,7 @@ class Backend(OfGroup, ABC):
         keep: What a forward keeps for its backward.
         rank: This rank in the group.
         num_calls: Forwards in which this rank has taken part, refused ones included.
+        weight_grads: Counts of its gradients of weights.
         takes_split: Whether it reads gate and up projections that are matrices of their own.
         unfollowed: The ranks that have announced in the last forward that no backward of it follows
             there; none where this rank's host has not waited for their announcements.
@@ -139,6 +167,7 @@ class Backend(OfGroup, ABC):
         self.config, self.keep = config, keep
         self.rank, self.takes_split = rank, takes_split
         self.num_calls = 0
+        self.weight_grads = GradCounters()
         self.unfollowed: tuple[int, ...] = ()
         self.attempts = Attempts()
         self._pending: Exception | None = None
@@ -177,6 +206,7 @@ class Backend(OfGroup, ABC):
         first_plan: torch.Tensor | None = None,
         layer: int = 0,
         router: Router | None = None,
+        trains_fc1: bool = True,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts.
 
@@ -195,6 +225,8 @@ class Backend(OfGroup, ABC):
             first_plan: Where a backward runs a forward again, what that has returned as ``saved``.
             layer: The number in the records; see :func:`~flashmoe_megatron.autograd.moe_apply`.
             router: Computes ``probs`` and ``routing_map`` first, which are its own tensors.
+            trains_fc1: Whether a backward may want gradients of weights of fc1. If not, rows of
+                tokens are not kept for them.
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
@@ -211,7 +243,9 @@ class Backend(OfGroup, ABC):
             PeerTimeoutError: A rank is gone or did not call in time, here and in backward.
         """
         is_followed = training if followed is None else followed
-        given = Given(x, probs, routing_map, training, is_followed, layer, router, first_plan)
+        given = Given(
+            x, probs, routing_map, training, is_followed, layer, router, first_plan, trains_fc1
+        )
         try:
             return self._forward(given, weights)
         except FlashMoEError as error:
@@ -272,16 +306,17 @@ class Backend(OfGroup, ABC):
         grad_out: torch.Tensor,
         saved: Any,
         weights: ExpertWeights,
-        grad_fc1: Sequence[WeightGrad],
-        grad_fc2: Sequence[WeightGrad],
-        grad_fc1_bias: Sequence[WeightGrad] = (),
-        grad_fc2_bias: Sequence[WeightGrad] = (),
+        grad_fc1: Targets,
+        grad_fc2: Targets,
+        grad_fc1_bias: Targets = (),
+        grad_fc2_bias: Targets = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward.
 
         Gradients of weights and biases are plain sums over all tokens received from all ranks,
         written or added to their buffers, also (as zeros) for experts without tokens. Gradients
-        of biases are asked for exactly where ``weights`` has biases.
+        of biases are asked for exactly where ``weights`` has biases. What is frozen has ``None`` in
+        place of a target; see :class:`Grads`.
 
         Returns:
             Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs`` (in its shape, zero where
@@ -294,7 +329,7 @@ class Backend(OfGroup, ABC):
         """
         grads = Grads(grad_fc1, grad_fc2, grad_fc1_bias, grad_fc2_bias)
         if isinstance(saved, NaNResult) and saved.is_put_off:
-            for grad in itertools.chain(*grads):
+            for grad in filter(None, itertools.chain(*grads)):
                 grad.buffer.fill_(torch.nan)
             return saved.gradients(grad_out)
         return self._backward(grad_out, saved, weights, grads)
@@ -327,15 +362,24 @@ class Backend(OfGroup, ABC):
         """
         self.put_off(error)
         for grad in itertools.chain(*grads):
-            grad.buffer.fill_(torch.nan)
+            if grad is not None:
+                grad.buffer.fill_(torch.nan)
         kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-        unread = (
-            [
-                WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
-                for one in kind
-            ]
-            for kind in kinds
-        )
+        unread = []
+        for kind, of_kind, num_dims in zip(
+            kinds, grads, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True
+        ):
+            is_each = None in of_kind
+            tensors = unstacked(kind, num_dims) if is_each else kind
+            wanted = [one is not None for one in of_kind] if is_each else itertools.repeat(True)
+            unread.append(
+                [
+                    WeightGrad(torch.empty(one.shape, dtype=one.dtype, device=one.device), False)
+                    if is_wanted
+                    else None
+                    for one, is_wanted in zip(tensors, wanted, strict=False)
+                ]
+            )
         return Grads(*unread)
 
     def put_off(self, error: Exception) -> None:

@@ -4,6 +4,7 @@ Only what the host knows without waiting for a GPU is read: shapes, dtypes, devi
 addresses. The values of the routing are the backends' business.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -382,13 +383,21 @@ def check_grad_out(config: MoEConfig, grad_out: torch.Tensor, num_tokens: int) -
         raise ShapeError(f"grad_out has shape {tuple(grad_out.shape)}, wanted {list(wanted)}")
 
 
-def check_weight_grads(weights: ExpertWeights, kinds: Sequence[Sequence[WeightGrad]]) -> None:
+def check_weight_grads(
+    weights: ExpertWeights, kinds: Sequence[Sequence[WeightGrad | None]]
+) -> None:
     """Checks that gradients, kind by kind, have the weights' shapes and are on their device."""
     fields = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
     for grads, tensors, num_dims in zip(
         kinds, fields, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True
     ):
-        buffers: Sequence[torch.Tensor] = [grad.buffer for grad in grads]
+        if None in grads:  # for one expert each
+            tensors = unstacked(tensors, num_dims)
+            if len(grads) != len(tensors):
+                raise ShapeError(f"{len(grads)} weight gradients, wanted {len(tensors)}")
+            wanted = [grad is not None for grad in grads]
+            tensors = tuple(itertools.compress(tensors, wanted))
+        buffers: Sequence[torch.Tensor] = [grad.buffer for grad in grads if grad is not None]
         if len(buffers) != len(tensors):  # one of both has stacks
             buffers, tensors = unstacked(buffers, num_dims), unstacked(tensors, num_dims)
         if len(buffers) != len(tensors):

@@ -1,5 +1,6 @@
 """Experts' weights as the backends take them, where their gradients go, and other forms of both."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
@@ -104,6 +105,23 @@ class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each we
             self.buffer.add_(value)
         else:
             self.buffer.copy_(value)
+
+
+def spread(
+    targets: Sequence[WeightGrad | None], tensors: Sequence[torch.Tensor], num_dims: int
+) -> list[WeightGrad | None]:
+    """Gives each expert a target of its own; a stack without one has none for all its experts.
+
+    ``tensors`` are what the gradients are of, one for each target.
+    """
+    found: list[WeightGrad | None] = []
+    for target, tensor in zip(targets, tensors, strict=True):
+        if target is None:
+            found += [None] * (len(tensor) if tensor.dim() > num_dims else 1)
+        else:
+            parts = unstacked((target.buffer,), num_dims)
+            found += (WeightGrad(part, target.accumulate) for part in parts)
+    return found
 
 
 @dataclass(frozen=True)
@@ -212,43 +230,55 @@ class WrappedWeights(ExpertWeights):
 class SplitGrads:
     """Buffers for the gradients of :class:`SplitWeights`, not initialized.
 
-    A backend gets them by :meth:`SplitWeights.apart` if they are apart, else by ``join``.
+    A backend gets them by :meth:`SplitWeights.apart` if they are apart, else by ``join``. A gate
+    and its up projection are one product, so that either both have a buffer or none has.
 
     Attributes:
-        buffers: One for each weight that the backend gets, in the same order.
+        buffers: One for each weight that the backend gets, kind by kind and in the same order;
+            ``None`` for one whose gradient is not wanted.
     """
 
-    def __init__(self, weights: SplitWeights, *, are_apart: bool) -> None:
-        self.buffers = ExpertWeights(
-            fc1=tuple(map(_empty, (*weights.gate, *weights.up)))
-            if are_apart
-            else tuple(
-                gate.new_empty(*gate.shape[:-2], 2 * gate.shape[-2], gate.shape[-1])
-                for gate in weights.gate
-            ),
-            split=are_apart,
-            fc2=tuple(_empty(down) for down in weights.down),
-            fc1_bias=tuple(_empty(bias) for bias in weights.fc1_bias),
-            fc2_bias=tuple(_empty(bias) for bias in weights.fc2_bias),
-        )
-
-    def split(self) -> SplitWeights:
-        """The gradients as the parameters are, contiguous."""
-        buffers = self.buffers.fc1
-        if self.buffers.split:
-            gate, up = buffers[: len(buffers) // 2], buffers[len(buffers) // 2 :]
-        else:
-            halves = [buffer.chunk(2, dim=-2) for buffer in buffers]
-            gate, up = (
-                tuple(half.contiguous() for half in each) for each in zip(*halves, strict=True)
+    def __init__(self, weights: SplitWeights, wanted: Sequence[bool], *, are_apart: bool) -> None:
+        """Makes buffers for the wanted ones of all tensors, which have the order of the fields."""
+        self._are_apart = are_apart
+        left = iter(wanted)
+        gates, ups, *others = (
+            list(zip(kind, left, strict=False))
+            for kind in (
+                weights.gate,
+                weights.up,
+                weights.down,
+                weights.fc1_bias,
+                weights.fc2_bias,
             )
-        return SplitWeights(
-            gate=gate,
-            up=up,
-            down=self.buffers.fc2,
-            fc1_bias=self.buffers.fc1_bias,
-            fc2_bias=self.buffers.fc2_bias,
         )
+        pairs = [
+            (gate, of_gate or of_up) for (gate, of_gate), (_, of_up) in zip(gates, ups, strict=True)
+        ]
+        if are_apart:
+            fc1 = [_empty(gate) if is_wanted else None for gate, is_wanted in pairs * 2]
+        else:
+            fc1 = [
+                gate.new_empty(*gate.shape[:-2], 2 * gate.shape[-2], gate.shape[-1])
+                if is_wanted
+                else None
+                for gate, is_wanted in pairs
+            ]
+        self.buffers = [fc1]
+        for kind in others:
+            self.buffers.append([_empty(one) if is_wanted else None for one, is_wanted in kind])
+
+    def split(self) -> list[torch.Tensor | None]:
+        """Returns the gradients as the parameters are, contiguous, in the order of the fields."""
+        fc1, *others = self.buffers
+        if not self._are_apart:
+            halves = [(None, None) if buffer is None else buffer.chunk(2, dim=-2) for buffer in fc1]
+            fc1 = [
+                half if half is None else half.contiguous()
+                for each in zip(*halves, strict=True)
+                for half in each
+            ]
+        return [*fc1, *itertools.chain(*others)]
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -282,6 +282,7 @@ class HostsBackend(Backend):
                     training=given.training,
                     followed=given.followed,
                     layer=given.layer,
+                    trains_fc1=given.trains_fc1,
                 )
                 made.append(out)
                 kept.append(saved)
@@ -326,7 +327,7 @@ class HostsBackend(Backend):
                 of_rows.append(grad_rows)
                 of_routes.append(grad_routes)
                 for kind in kinds:
-                    kind[:] = [WeightGrad(one.buffer, True) for one in kind]
+                    kind[:] = [one and WeightGrad(one.buffer, True) for one in kind]
             return _joined(of_rows), _joined(of_routes)
 
         dtype = choices.weights.dtype

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from flashmoe_megatron.checks import (
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError, reason_of
 from flashmoe_megatron.kernel import bindings, ops
-from flashmoe_megatron.kernel.gradients import UniformGrads
+from flashmoe_megatron.kernel.gradients import UniformGrads, lend
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import check_slots_fit, transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
@@ -41,7 +40,7 @@ from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.telemetry.record import LaunchRecord
-from flashmoe_megatron.weights import ExpertWeights
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -491,12 +490,14 @@ class KernelBackend(Backend):
             tables = self._use_weights(weights)
             check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
             try:
-                written, table = self._use_grads(grads)
+                written, table = self._use_grads(lend(grads, weights))
                 is_void = False
             except ShapeError as error:
                 if self._is_alone:
                     raise
-                written, table = self._use_grads(self._for_nobody(error, weights, grads))
+                written, table = self._use_grads(
+                    lend(self._for_nobody(error, weights, grads), weights)
+                )
                 is_void = True
         problem = self._prepare()
         with self.memory.promised:
@@ -538,8 +539,8 @@ class KernelBackend(Backend):
             grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
-    def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
-        grads = UniformGrads(list(itertools.chain(*targets)))
+    def _use_grads(self, targets: list[WeightGrad]) -> tuple[UniformGrads, torch.Tensor]:
+        grads = UniformGrads(targets)
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         return grads, table
 

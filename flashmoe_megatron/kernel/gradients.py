@@ -5,8 +5,27 @@ from operator import attrgetter, itemgetter
 
 import torch
 
+from flashmoe_megatron.call import Grads
 from flashmoe_megatron.config import ALIGNMENT_BYTES
-from flashmoe_megatron.weights import WeightGrad
+from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
+
+
+def lend(grads: Grads, weights: ExpertWeights) -> list[WeightGrad]:
+    """Gives frozen weights buffers of this call, since the kernel computes all gradients."""
+    kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+    found: list[WeightGrad] = []
+    for targets, tensors, num_dims in zip(
+        grads, kinds, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True
+    ):
+        if None not in targets:
+            found += filter(None, targets)
+            continue
+        for target, one in zip(targets, unstacked(tensors, num_dims), strict=True):
+            if target is None:
+                room = torch.empty(one.shape, dtype=one.dtype, device=one.device)
+                target = WeightGrad(room, accumulate=False)
+            found.append(target)
+    return found
 
 
 class UniformGrads:

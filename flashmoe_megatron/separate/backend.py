@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
+from flashmoe_megatron.call import Backend, Given, Grads, Targets, Together, TrafficCounters
 from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -36,6 +36,7 @@ from flashmoe_megatron.separate.steps import (
     Steps,
     accumulation_dtype,
     bias_grad,
+    of_wanted,
     stack_of,
     store,
     turned,
@@ -45,9 +46,9 @@ from flashmoe_megatron.streams import Lane, Mark
 from flashmoe_megatron.telemetry.record import LaunchRecord, read_launch_number
 from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 
-_Pair = tuple[torch.Tensor, torch.Tensor, Sequence[WeightGrad]]
+_Pair = tuple[torch.Tensor, torch.Tensor, Targets]
 """Rows by expert whose ``left.T @ right`` are gradients of matrices, and where these go."""
-_Summands = tuple[torch.Tensor, Sequence[WeightGrad]]
+_Summands = tuple[torch.Tensor, Targets]
 """Rows by expert whose sums are gradients of biases, and where these go."""
 
 
@@ -60,7 +61,7 @@ class _Saved:
         all_counts: ``[source][expert]`` of the group, if the exchange needs them.
         probs_shape: The probabilities', and so their gradient's.
         rows: The experts' rows of tokens, as they have travelled, if they are kept.
-        x: The tokens as they travel, if their rows are not kept.
+        x: The tokens as they travel, if a backward fetches their rows again.
         row_probs: ``[rows]``, their routing weights.
         preact: ``[rows, fc1_rows]``, the first projection's outputs.
         layer: The number that the caller gave the layer.
@@ -154,7 +155,7 @@ class SeparateBackend(Backend):
     @torch.no_grad()
     def _forward(self, given: Given, weights: ExpertWeights) -> tuple[torch.Tensor, Any]:
         config = self.config
-        x, probs, routing_map, training, followed, layer, router, _ = given
+        x, probs, routing_map, training, followed, layer, router, _, trains_fc1 = given
         self._exchange.restart()
         with Together(self):
             self._check(given, weights)
@@ -179,9 +180,7 @@ class SeparateBackend(Backend):
         found = steps.sort_routes(config, probs, routing_map)
         degree = self.degrees[0]
         if self._needs_no_counts(weights, found, degree, steps.is_grouped(x)):
-            return self._forward_alone(
-                found, x, probs, routing_map, weights, laps, training=training, layer=layer
-            )
+            return self._forward_alone(found, given, weights, laps)
         heard, placement = self._agreement.tell(found.counts, followed=followed), None
         if self._replicas is not None:
             found, heard, placement = self._replicas.place(self._agreement, found, heard, layer)
@@ -212,7 +211,7 @@ class SeparateBackend(Backend):
 
         fc1, fc2 = steps.matrices(self._precision.weights(weights))
         biases1, biases2 = _biases(weights)
-        keeps_rows = training and self.keep != "preactivations"
+        keeps_rows = training and self._keeps_rows(trains_fc1)
         rows = preact = None
         room = self._ways.room(counts, x)
         back: list[Way] = []
@@ -251,10 +250,18 @@ class SeparateBackend(Backend):
         if not training:
             return out, None
         assert preact is not None
-        kept, shape = None if keeps_rows else tokens, probs.shape
+        kept, shape = tokens if self._fetches_again(trains_fc1) else None, probs.shape
         return out, _Saved(
             routes, all_counts, shape, rows, kept, row_probs, preact, layer, placement
         )
+
+    def _keeps_rows(self, trains_fc1: bool) -> bool:
+        """Tells whether experts' rows are kept; those in slots may be trained elsewhere."""
+        return self.keep != "preactivations" and (trains_fc1 or self._replicas is not None)
+
+    def _fetches_again(self, trains_fc1: bool) -> bool:
+        """Tells whether a backward fetches rows again: on all ranks, as one may need them."""
+        return self.keep == "preactivations" and (trains_fc1 or not self._is_alone)
 
     def _needs_no_counts(
         self, weights: ExpertWeights, found: Sorted, degree: int, is_grouped: bool
@@ -274,19 +281,15 @@ class SeparateBackend(Backend):
     def _forward_alone(
         self,
         found: Sorted,
-        x: torch.Tensor,
-        probs: torch.Tensor,
-        routing_map: torch.Tensor,
+        given: Given,
         weights: ExpertWeights,
         laps: Laps,
-        *,
-        training: bool,
-        layer: int,
     ) -> tuple[torch.Tensor, _Saved | None]:
         """One rank's forward in one part, for whose counts the host waits when all is issued.
 
         Rows are as many as there can be; none is read that no expert has.
         """
+        x, probs, routing_map, training, _, layer, _, _, trains_fc1 = given
         config, steps = self.config, self._steps_for(x)
         counts = self._agreement.host_counts(found.counts)
         laps.lap("plan")
@@ -305,13 +308,12 @@ class SeparateBackend(Backend):
         if not training:
             return out, None
         num = routes.num_rows
-        keeps_rows = self.keep != "preactivations"
         return out, _Saved(
             routes,
             None,
             probs.shape,
-            rows[:num] if keeps_rows else None,
-            None if keeps_rows else tokens,
+            rows[:num] if self._keeps_rows(trains_fc1) else None,
+            tokens if self._fetches_again(trains_fc1) else None,
             found.row_probs[:num],
             preact[:num],
             layer,
@@ -359,8 +361,11 @@ class SeparateBackend(Backend):
             self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i))
             for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))
         ]
+        has_slots = saved.placement is not None  # they compute others' experts
+        is_fc1_wanted = has_slots or _is_any(written.fc1) or _is_any(written.fc1_bias)
+        is_fc2_wanted = has_slots or _is_any(written.fc2) or _is_any(written.fc2_bias)
         of_rows = None  # after the gradients, since only weights' gradients need them
-        if saved.rows is None:
+        if saved.x is not None:
             again = Call.of("forward", saved.layer)
             of_rows = self._dispatch(
                 saved.x.index_select(0, routes.token_idx), total, whole_size, again
@@ -395,13 +400,12 @@ class SeparateBackend(Backend):
             laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
             grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, num_rows)
-            grad_y = steps.add_part(grad_y, mine, part, num_rows)
-            grad_pre = steps.add_part(grad_pre, pre_part, part, num_rows)
-            weighted_part = self._precision.activation(weighted_part)
-            weighted = steps.add_part(weighted, weighted_part, part, num_rows)
-        assert grad_y is not None
-        assert grad_pre is not None
-        assert weighted is not None
+            if is_fc1_wanted:
+                grad_pre = steps.add_part(grad_pre, pre_part, part, num_rows)
+            if is_fc2_wanted:
+                grad_y = steps.add_part(grad_y, mine, part, num_rows)
+                weighted_part = self._precision.activation(weighted_part)
+                weighted = steps.add_part(weighted, weighted_part, part, num_rows)
         assert grad_row_probs is not None
         room_of_probs = self._ways.room([total], grad_row_probs)
         of_probs = self._ways.back(
@@ -410,22 +414,29 @@ class SeparateBackend(Backend):
         laps.lap("parts")
 
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
-        assert rows is not None
-        rows = self._precision.unpack(rows)
-        pairs: list[_Pair] = [(grad_pre, rows, written.fc1), (grad_y, weighted, written.fc2)]
-        if weights.split:  # all gates and after them all ups
-            gate, up = grad_pre.chunk(2, dim=1)
-            gates, ups = _halves(written.fc1)
-            pairs[:1] = [(gate, rows, gates), (up, rows, ups)]
+        pairs: list[_Pair] = []
+        summands: list[_Summands] = []
+        if grad_pre is not None and (has_slots or _is_any(written.fc1)):
+            assert rows is not None
+            rows = self._precision.unpack(rows)
+            if weights.split:  # all gates and after them all ups
+                gate, up = grad_pre.chunk(2, dim=1)
+                gates, ups = _halves(written.fc1)
+                pairs += [(gate, rows, gates), (up, rows, ups)]
+            else:
+                pairs.append((grad_pre, rows, written.fc1))
+        if grad_y is not None and weighted is not None and (has_slots or _is_any(written.fc2)):
+            pairs.append((grad_y, weighted, written.fc2))
         if weights.transposed:
             pairs = [(right, left, targets) for left, right, targets in pairs]
-        summands: list[_Summands] = [(grad_pre, written.fc1_bias)] if written.fc1_bias else []
-        if written.fc2_bias:
+        if grad_pre is not None and written.fc1_bias:
+            summands.append((grad_pre, written.fc1_bias))
+        if grad_y is not None and written.fc2_bias:
             weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
             summands.append((weighted_y, written.fc2_bias))
         if saved.placement is None:
             for left, right, targets in pairs:
-                steps.add_weight_grad(targets, left, right, whole.ends, whole.counts)
+                steps.add_weight_grad(*of_wanted(targets, left, right, whole))
             for each, targets in summands:
                 store(targets, bias_grad(each, whole.counts), VECTOR)
         else:
@@ -631,13 +642,20 @@ def _experts(part: Part) -> torch.Tensor:
     return experts.repeat_interleave(counts, output_size=sum(part.counts))
 
 
-def _halves(grads: Sequence[WeightGrad]) -> tuple[list[WeightGrad], list[WeightGrad]]:
+def _is_any(targets: Targets) -> bool:
+    """Tells whether any gradient of a kind is wanted."""
+    return any(target is not None for target in targets)
+
+
+def _halves(grads: Targets) -> tuple[Targets, Targets]:
     """Cuts the gradients of matrices, one for each expert, into those of gates and of ups."""
-    every = [
-        WeightGrad(buffer, grad.accumulate)
-        for grad in grads
-        for buffer in unstacked([grad.buffer], MATRIX)
-    ]
+    every: list[WeightGrad | None] = []
+    for grad in grads:
+        if grad is None:
+            every.append(None)
+        else:
+            parts = unstacked([grad.buffer], MATRIX)
+            every += (WeightGrad(buffer, grad.accumulate) for buffer in parts)
     return every[: len(every) // 2], every[len(every) // 2 :]
 
 

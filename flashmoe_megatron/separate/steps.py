@@ -341,14 +341,38 @@ def bias_grad(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.stack([part.to(wide).sum(0) for part in split(rows, counts)])
 
 
-def store(targets: Sequence[WeightGrad], values: torch.Tensor, num_dims: int = MATRIX) -> None:
+def of_wanted(
+    targets: Sequence[WeightGrad | None], left: torch.Tensor, right: torch.Tensor, part: Part
+) -> tuple[Sequence[WeightGrad], torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int]]:
+    """Leaves out the experts whose gradient is not wanted, with their rows.
+
+    Returns the arguments of :meth:`Steps.add_weight_grad`.
+    """
+    wanted = [target for target in targets if target is not None]
+    if len(wanted) == len(targets):
+        return wanted, left, right, part.ends, part.counts
+    chosen = [target is not None for target in targets]
+    left, right = (
+        torch.cat([*itertools.compress(split(rows, part.counts), chosen)]) for rows in (left, right)
+    )
+    counts = [*itertools.compress(part.counts, chosen)]
+    ends = torch.tensor([*itertools.accumulate(counts)], dtype=torch.int32, device=left.device)
+    return wanted, left, right, ends, counts
+
+
+def store(
+    targets: Sequence[WeightGrad | None], values: torch.Tensor, num_dims: int = MATRIX
+) -> None:
     """Adds or writes ``[num_experts, ...]`` gradients to where they go, one expert's or a stack's.
 
     A buffer that is to be overwritten, and is all of its memory, takes that of the values. One
-    expert's has ``num_dims`` dimensions.
+    expert's has ``num_dims`` dimensions. ``None`` stands for one expert, whose is not wanted.
     """
     left = values
     for target in targets:
+        if target is None:
+            left = left[1:]
+            continue
         buffer = target.buffer
         if buffer.dim() == num_dims:
             target.store(left[0])

@@ -2,10 +2,10 @@
 
 The package's entry point in the group ``torch.backends``, which torch calls at the end of its own
 import. With ``FLASHMOE_AUTOLOAD=1`` an unmodified ``torchrun pretrain_gpt.py`` knows
-``--moe-token-dispatcher-type flashmoe``, and with ``FLASHMOE_REPLACES=alltoall`` the layers of
-that dispatcher are ours as well; otherwise nothing happens. Torch would wrap an error that is
-raised here, and fail in processes that have no MoE layers; so a wrong value is one line, and the
-error of Megatron's first MoE layer.
+``--moe-token-dispatcher-type flashmoe``, and NeMo Automodel ``dispatcher: flashmoe``. With
+``FLASHMOE_REPLACES=alltoall`` Megatron's layers of that dispatcher are ours as well; otherwise
+nothing happens. Torch would wrap an error that is raised here, and fail in processes that have no
+MoE layers; so a wrong value is one line, and the error of Megatron's first MoE layer.
 """
 
 import os
@@ -32,11 +32,12 @@ def autoload() -> None:
             "unset one of them"
         )
     else:
-        from flashmoe_megatron.adapters.megatron import attach
+        from flashmoe_megatron.adapters import automodel, megatron
         from flashmoe_megatron.errors import ConfigError
 
+        automodel.attach()
         try:
-            attach()
+            megatron.attach()
         except ConfigError as error:
             sentence = str(error)
         else:

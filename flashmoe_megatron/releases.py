@@ -20,6 +20,7 @@ class Project(NamedTuple):
         newest: The last release that is tried, with all that begin like it; ``None`` where no
             release is too new.
         extra: The extra of this package that brings it, empty if all installations have it.
+        package: The package that its users import, if its name does not follow from the index's.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Project(NamedTuple):
     oldest: Release
     newest: Release | None
     extra: str = ""
+    package: str = ""
 
     @property
     def wanted(self) -> str:
@@ -45,7 +47,7 @@ class Project(NamedTuple):
     @property
     def module(self) -> str:
         """The module that its users import."""
-        return self.distribution.replace("-", ".")
+        return self.package or self.distribution.replace("-", ".")
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
@@ -116,5 +118,8 @@ DEEPSPEED = Project("DeepSpeed", "deepspeed", (0, 19, 5), (0, 19, 8), "deepspeed
 """From the first release on whose gate names the route of each token instead of masks."""
 TRANSFORMERS = Project("transformers", "transformers", (5, 17), (5, 24), "transformers")
 TORCHTITAN = Project("torchtitan", "torchtitan", (0, 3), (0, 3), "torchtitan")
+AUTOMODEL = Project(
+    "NeMo Automodel", "nemo-automodel", (0, 7), (0, 7), "automodel", package="nemo_automodel"
+)
 
-FRAMEWORKS = (MEGATRON, DEEPSPEED, TRANSFORMERS, TORCHTITAN)
+FRAMEWORKS = (MEGATRON, DEEPSPEED, TRANSFORMERS, TORCHTITAN, AUTOMODEL)

@@ -111,6 +111,20 @@ MUTATIONS = (
         "tests/frameworks/test_transformers.py::test_a_module_keeps_no_trace",
     ),
     Mutation(
+        "tokens that Automodel's mask excludes go to experts",
+        "run_experts",
+        "indices.masked_fill(~token_mask.unsqueeze(-1), -1)",
+        "indices",
+        "tests/frameworks/test_automodel.py::test_experts_compute_what_the_stock_ones_do",
+    ),
+    Mutation(
+        "Automodel changes the dispatcher to its own without a word",
+        "_checked.post_init",
+        "self.experts not in _EXPERTS",
+        "False",
+        "tests/frameworks/test_automodel.py::test_experts_that_would_take_the_layer_away_are_refused",
+    ),
+    Mutation(
         "transposed experts of transformers are as wide as their rows are many",
         "read_shape",
         "rows, hidden = hidden, rows",

@@ -52,7 +52,10 @@ PYTHON = [
     ["data_parallel", "gates", "measured"],
     ["adapters"],
     ["bench"],
-    ["autoload", "calibrate", "deepspeed", "run", "schedule", "torchtitan", "transformers"],
+    [
+        *("autoload", "automodel", "calibrate", "deepspeed", "run", "schedule", "torchtitan"),
+        "transformers",
+    ],
     ["doctor"],
     ["__main__"],
 ]
@@ -108,7 +111,7 @@ BENCH = [
 ADAPTERS = [
     ["experts", "forwards", "gradients", "held", "options", "patch", "probe"],
     ["indexed", "metrics"],
-    ["deepspeed", "megatron", "torchtitan", "transformers"],
+    ["automodel", "deepspeed", "megatron", "torchtitan", "transformers"],
 ]
 MEGATRON = [
     ["fixes", "fp8", "settings"],
@@ -145,6 +148,12 @@ TRANSFORMERS = [
     ["experts"],
     ["parallel"],
     ["register"],
+]
+AUTOMODEL = [
+    ["form"],
+    ["experts"],
+    ["seam"],
+    ["backend"],
 ]
 DOCTOR = [
     ["fact"],
@@ -314,6 +323,7 @@ def main() -> int:
         *violations(python_edges(PACKAGE, "adapters/megatron/buckets"), MEGATRON_BUCKETS),
         *violations(python_edges(PACKAGE, "adapters/deepspeed"), DEEPSPEED),
         *violations(python_edges(PACKAGE, "adapters/transformers"), TRANSFORMERS),
+        *violations(python_edges(PACKAGE, "adapters/automodel"), AUTOMODEL),
     ]
     print("\n".join(found) or "layers: ok")
     return bool(found)

@@ -85,11 +85,11 @@ def gradients(ddp: Any, *, overlap: bool) -> list[dict[str, torch.Tensor]]:
         for micro_batch in range(2):
             with ddp.no_sync() if overlap and not micro_batch else contextlib.nullcontext():
                 torch.manual_seed(100 * iteration + micro_batch)
-                x = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device="cuda")
-                out = x.requires_grad_()
-                for _ in range(calls):
-                    out = out + ddp(out)[0]
-                loss = out.float().square().mean()
+                # Tokens of their own for each call: from another call's output, whose rounding
+                # differs between dispatchers, some tokens would get other experts.
+                shape = (calls, TOKENS, 1, HIDDEN)
+                xs = torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+                loss = sum((x + ddp(x)[0]).float().square().mean() for x in xs)
                 if micro_batch:
                     loss = loss + 1e-3 * sum(
                         each.float().square().sum() for each in experts.parameters()

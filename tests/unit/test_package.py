@@ -59,11 +59,16 @@ def run_code(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "framework"), [("transformers", "transformers"), ("torchtitan", "torchtitan")]
+    ("module", "framework", "name"),
+    [
+        ("automodel", "nemo_automodel", "NeMo Automodel"),
+        ("torchtitan", "torchtitan", "torchtitan"),
+        ("transformers", "transformers", "transformers"),
+    ],
 )
-def test_a_missing_framework_names_its_extra(module: str, framework: str):
+def test_a_missing_framework_names_its_extra(module: str, framework: str, name: str):
     done = run_code(WITHOUT.format(framework=framework, module=module))
-    sentence = f'{framework} is not installed: pip install "flashmoe-megatron[{module}]"'
+    sentence = f'{name} is not installed: pip install "flashmoe-megatron[{module}]"'
     assert done.stderr.endswith(f"MissingError: {sentence}\n"), done.stderr
 
 
@@ -89,7 +94,7 @@ def test_a_torch_that_is_too_old_is_refused_at_the_import(door: str):
     assert run_code(code).stderr.endswith(f"ConfigError: {sentence}\n")
 
 
-@pytest.mark.parametrize("module", ["deepspeed", "torchtitan", "transformers"])
+@pytest.mark.parametrize("module", ["automodel", "deepspeed", "torchtitan", "transformers"])
 @pytest.mark.parametrize("words", [[], ["--help"]], ids=["plain", "help"])
 def test_a_door_says_what_it_is(module: str, words: list[str]):
     done = run_code("", "-m", f"flashmoe_megatron.{module}", *words)

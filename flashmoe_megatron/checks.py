@@ -275,8 +275,14 @@ def check_kernel_experts(config: MoEConfig) -> None:
     """Refuses a layer whose experts the kernel does not compute as they are to be computed.
 
     Raises:
-        ConfigError: They are in FP8.
+        ConfigError: They are in FP8 or have softcaps.
     """
+    if config.is_softcapped:
+        raise ConfigError(
+            f"gate_softcap={config.gate_softcap!r}, up_softcap={config.up_softcap!r} on the "
+            "backend 'kernel', which computes neither: wanted the backend 'scheduled' or "
+            "'reference'"
+        )
     if config.experts != "bf16":
         raise ConfigError(
             f"experts={config.experts!r} on the backend 'kernel', which computes in bfloat16 or "

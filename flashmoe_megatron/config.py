@@ -105,6 +105,9 @@ BOUNDED_ACTIVATIONS = (Activation.SILU, Activation.QUICK_GELU)
 """Those whose gated experts may have a clamp and an offset."""
 
 
+_SOFTCAPS = ("gate_softcap", "up_softcap")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """One MoE layer as its expert-parallel group sees it.
@@ -128,6 +131,10 @@ class MoEConfig:
             clamped.
         linear_offset: Added to ``up`` of such an expert: GPT-OSS computes
             ``act(gate) * (up + 1)``.
+        gate_softcap: Bounds the gate that a gated SiLU multiplies with its sigmoid, smoothly:
+            ``c * tanh(gate / c) * sigmoid(gate)``; positive. ``None``: nothing is bounded.
+        up_softcap: Bounds ``up`` of such an expert in the same way, on its own. Neither goes with a
+            clamp or an offset, nor with the kernel.
         glu_interleave: Rows of the blocks in which gate and up rows of fc1 alternate, gate first:
             1 (GPT-OSS), or a power of two from 8 on; divides F. With 0 all gate rows come first.
             Biases and all gradients have the order of the rows.
@@ -147,6 +154,8 @@ class MoEConfig:
     clamp_value: float | None = None
     linear_offset: float = 0.0
     glu_interleave: int = 0
+    gate_softcap: float | None = None
+    up_softcap: float | None = None
     experts: Experts = "bf16"
 
     def __post_init__(self) -> None:
@@ -188,6 +197,7 @@ class MoEConfig:
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: wanted True or False")
         self._check_glu()
+        self._check_softcaps()
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -204,7 +214,7 @@ class MoEConfig:
                     f"experts='fp8' with {name}={value}: wanted a multiple of {FP8_GRANULE}, as "
                     "many values as share a scale, or experts='bf16'"
                 )
-        for name in ("clamp_value", "linear_offset"):
+        for name in ("clamp_value", "linear_offset", *_SOFTCAPS):
             value = getattr(self, name)
             if value:
                 raise ConfigError(
@@ -241,6 +251,31 @@ class MoEConfig:
                 f"glu_interleave={block}: wanted 0, 1, or a power of two from {GLU_CHUNK} on that "
                 f"divides intermediate={self.intermediate}"
             )
+
+    def _check_softcaps(self) -> None:
+        """Refuses softcaps without a meaning, and where they are not computed."""
+        for name in _SOFTCAPS:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not is_number(value, least=1 / MAX_GLU_TERM, most=MAX_GLU_TERM):
+                raise ConfigError(
+                    f"{name}={value!r}: wanted None or a positive number, "
+                    f"{1 / MAX_GLU_TERM:g} to {MAX_GLU_TERM:g}"
+                )
+            is_silu = self.gated and self.activation is Activation.SILU
+            if not is_silu or self.clamp_value is not None or self.linear_offset:
+                raise ConfigError(
+                    f"{name}={value!r} with activation={self.activation.value}, "
+                    f"gated={self.gated}, clamp_value={self.clamp_value!r}, "
+                    f"linear_offset={self.linear_offset!r}: wanted a gated silu without a clamp "
+                    f"and an offset, or no {name}"
+                )
+
+    @property
+    def is_softcapped(self) -> bool:
+        """Tells whether experts have a softcap, which the kernel does not compute."""
+        return self.gate_softcap is not None or self.up_softcap is not None
 
     def dispatched_bytes(self, element_bytes: int) -> int:
         """Bytes of a token's row on its way to an expert, where the token has such elements."""

@@ -148,6 +148,8 @@ class Kernels(Steps):
     def weighted_activation(
         self, config: MoEConfig, preact: torch.Tensor, row_probs: torch.Tensor
     ) -> torch.Tensor:
+        if config.is_softcapped:
+            return super().weighted_activation(config, preact, row_probs)
         out = preact.new_empty(len(preact), config.intermediate)
         if len(preact):
             shape = _shape_of(config)
@@ -165,6 +167,8 @@ class Kernels(Steps):
         row_probs: torch.Tensor,
         grad_weighted: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if config.is_softcapped:
+            return super().weighted_activation_backward(config, preact, row_probs, grad_weighted)
         grad_preact, weighted = torch.empty_like(preact), torch.empty_like(grad_weighted)
         grad_probs = preact.new_empty(len(preact), dtype=torch.float32)
         if len(preact):

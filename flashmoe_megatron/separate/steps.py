@@ -408,6 +408,8 @@ def activate(pre_activation: torch.Tensor, config: MoEConfig) -> torch.Tensor:
     if not config.gated:
         return value_and_slope(pre_activation)[0]
     gate, up = _split(pre_activation, config.glu_interleave)
+    if config.is_softcapped:
+        return _capped_silu(gate, config)[0] * _softcap(up, config.up_softcap)[0]
     if config.clamp_value is not None:
         gate = gate.clamp(max=config.clamp_value)
         up = up.clamp(-config.clamp_value, config.clamp_value)
@@ -429,6 +431,11 @@ def activate_backward(
         value, slope = value_and_slope(pre_activation)
         return value, grad_activated * slope
     gate, up = _split(pre_activation, config.glu_interleave)
+    if config.is_softcapped:
+        value, slope = _capped_silu(gate, config)
+        factor, factor_slope = _softcap(up, config.up_softcap)
+        grads = (grad_activated * factor * slope, grad_activated * value * factor_slope)
+        return value * factor, _join(*grads, config.glu_interleave)
     grad_gate, grad_up = grad_activated, grad_activated
     if config.clamp_value is not None:
         grad_gate = grad_gate * (gate <= config.clamp_value)
@@ -456,6 +463,20 @@ def _join(gate: torch.Tensor, up: torch.Tensor, interleave: int) -> torch.Tensor
         return torch.cat((gate, up), dim=1)
     blocks = [torch.unflatten(half, 1, (-1, interleave)) for half in (gate, up)]
     return torch.stack(blocks, dim=2).flatten(1)
+
+
+def _softcap(z: torch.Tensor, cap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if cap is None:
+        return z, torch.ones_like(z)
+    tanh = torch.tanh(z / cap)
+    return cap * tanh, 1 - tanh * tanh
+
+
+def _capped_silu(z: torch.Tensor, config: MoEConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sigmoid reads the gate itself, and the cap bounds what it multiplies."""
+    value, slope = _softcap(z, config.gate_softcap)
+    sigmoid = torch.sigmoid(z)
+    return value * sigmoid, sigmoid * (slope + value * (1 - sigmoid))
 
 
 def _silu(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -286,7 +286,7 @@ def check_refusals(make: Callable[[], Any], bare: Callable[[], Any]) -> int:
             experts.expert_activation_grouped = function
         return lambda: step(model)
 
-    def weighted_situ(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def other(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return rows
 
     from nemo_automodel.components.moe.experts import swiglu_oai_deepep
@@ -295,7 +295,7 @@ def check_refusals(make: Callable[[], Any], bare: Callable[[], Any]) -> int:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: apply_lora_to_linear_modules(bare(), lora), "LoRA on experts with dispatcher="),
         (lambda: apply_mxfp4_to_moe_experts(bare()), "MXFP4 storage of experts with dispatcher="),
-        (with_function(weighted_situ), "the experts call weighted_situ between"),
+        (with_function(other), "the experts call other between"),
         (with_function(partial(swiglu_oai_deepep, alpha=1.5)), "with alpha=1.5: wanted 1.702"),
         (lambda: automodel.BackendConfig(dispatcher="torch"), "dispatcher='torch' in flashmoe_"),
         (lambda: automodel.BackendConfig(flashmoe={"max_token": 8}), "option 'max_token' is unk"),
@@ -382,6 +382,12 @@ def main(say: Callable[[str], object] = print) -> None:
         for model in models:
             model.zero_grad()
         compare(*models, masked=5)
+    from nemo_automodel.components.models.kimi_k3.situ import _weighted_situ
+
+    models = pair(qwen3)
+    for each in (experts for model in models for experts in experts_of(model)):
+        each.expert_activation_grouped = partial(_weighted_situ, beta=0.1, linear_beta=0.2)
+    tell(f"Qwen3-MoE, Kimi-K3's SiTU: {compare(*models)}")
     for checkpointing in (True, "selective"):
         models = pair(qwen3, checkpointing=checkpointing)
         tell(f"Qwen3-MoE, activation checkpointing {checkpointing}: {compare(*models)}")

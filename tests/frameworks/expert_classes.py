@@ -157,6 +157,8 @@ def described(shape: Any) -> str:
         words.append("clamped")
     if shape.linear_offset:
         words.append("with an offset")
+    if shape.is_softcapped:
+        words.append("softcapped")
     return ", ".join(words)
 
 

@@ -5,6 +5,7 @@ their own. So the function itself is read, and not the configuration that it was
 """
 
 import functools
+import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,9 @@ _STACKS = ("gate_and_up_projs", "down_projs")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 IGNORED = frozenset({*_STACKS, *_BIASES, "forward"})
 """Attributes that are read in each call, and the experts' forward, which makes that call."""
+
+_KIMI = "nemo_automodel.components.models.kimi_k3.situ"
+"""Not imported here: it belongs to one model, and a model of it has imported it."""
 
 _ALPHA = 1.702
 """The factor within the sigmoid of quick GELU."""
@@ -124,15 +128,20 @@ def _forms(stock: ModuleType, given: Mapping[str, Any]) -> list[tuple[Any, dict[
     quick = {"activation": Activation.QUICK_GELU, "linear_offset": 1.0, **gated}
     silu = {"activation": Activation.SILU, **gated}
     gelu = {"activation": Activation.GELU_TANH, **gated}
+    kimi = sys.modules.get(_KIMI)
+    softcaps = {"gate_softcap": given.get("beta"), "up_softcap": given.get("linear_beta")}
     return [
-        (getattr(stock, name, None), form)
-        for name, form in (
-            ("weighted_bias_swiglu_impl", silu),
-            ("swiglu_clamped_deepep", {**silu, "clamp_value": clamp}),
-            # Without a limit this one has no clamp, and the other always has.
-            ("swiglu_oai_deepep", {**quick, "clamp_value": clamp if clamp > 0 else None}),
-            ("quick_geglu_deepep", {**quick, "clamp_value": clamp, "glu_interleave": 1}),
-            ("weighted_bias_geglu_impl", gelu),
-            ("relu2_deepep", {"activation": Activation.SQUARED_RELU, "gated": False}),
-        )
+        (getattr(kimi, "_weighted_situ", None), {**silu, **softcaps}),
+        *(
+            (getattr(stock, name, None), form)
+            for name, form in (
+                ("weighted_bias_swiglu_impl", silu),
+                ("swiglu_clamped_deepep", {**silu, "clamp_value": clamp}),
+                # Without a limit this one has no clamp, and the other always has.
+                ("swiglu_oai_deepep", {**quick, "clamp_value": clamp if clamp > 0 else None}),
+                ("quick_geglu_deepep", {**quick, "clamp_value": clamp, "glu_interleave": 1}),
+                ("weighted_bias_geglu_impl", gelu),
+                ("relu2_deepep", {"activation": Activation.SQUARED_RELU, "gated": False}),
+            )
+        ),
     ]

@@ -182,7 +182,7 @@ def _read_activation(experts: Any, sizes: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"{name} computes none of the known functions between its projections: one of {tried}, "
             "with or without a gate; SiLU and quick GELU with a gate also clamped, with an offset; "
-            "the same in training and evaluation"
+            "SiLU with a gate also softcapped; the same in training and evaluation"
         )
     return forms[0][0]
 
@@ -205,10 +205,21 @@ def _computes(config: MoEConfig, rows: torch.Tensor, proofs: Sequence[_Proof]) -
     return all(is_close(*pair) for proof in proofs for pair in zip(proof, want, strict=True))
 
 
+def _numbers_of(modules: Sequence[nn.Module]) -> set[float]:
+    """The positive numbers that are attributes of modules."""
+    return {
+        float(value)
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    }
+
+
 def _candidates(experts: Any) -> Iterator[dict[str, Any]]:
     """Every form that a module of its flags can have, those without a clamp first.
 
-    Any positive number that the module holds may be its clamp.
+    Any positive number that the module holds may be its clamp, and any that a module below it holds
+    a softcap.
     """
     gated = bool(experts.has_gate)
     base = {"gated": gated, "glu_interleave": int(gated and not experts.is_concatenated)}
@@ -216,11 +227,11 @@ def _candidates(experts: Any) -> Iterator[dict[str, Any]]:
         yield {**base, "activation": activation}
     if not gated:
         return
-    numbers = {
-        float(value)
-        for value in vars(experts).values()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    }
-    clamps = (None, *sorted(numbers))
+    clamps = (None, *sorted(_numbers_of([experts])))
     for activation, clamp, offset in itertools.product(BOUNDED_ACTIVATIONS, clamps, _OFFSETS):
         yield {**base, "activation": activation, "clamp_value": clamp, "linear_offset": offset}
+    caps = (None, *sorted(_numbers_of(with_all_below(experts)[1:])))
+    for gate, up in itertools.product(caps, caps):
+        if gate or up:
+            silu = {**base, "activation": Activation.SILU}
+            yield {**silu, "gate_softcap": gate, "up_softcap": up}

@@ -111,6 +111,13 @@ MUTATIONS = (
         "tests/frameworks/test_transformers.py::test_a_module_keeps_no_trace",
     ),
     Mutation(
+        "a function of Bridge's writes over our dispatcher's name",
+        "_as_stock.make.run",
+        "if has_our_name(config)",
+        "if False",
+        "tests/megatron/test_replaces.py::test_checks_and_writers_of_bridge_leave_our_name",
+    ),
+    Mutation(
         "tokens that Automodel's mask excludes go to experts",
         "run_experts",
         "indices.masked_fill(~token_mask.unsqueeze(-1), -1)",

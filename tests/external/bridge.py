@@ -14,9 +14,12 @@ two ranks, goes through Bridge's checks, and has to have our experts in the mode
 
 import importlib
 import logging
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,8 +119,18 @@ RECIPES = (
         f"{PERF}.kimi.h100.kimi_k2",
         "kimi_k2_pretrain_1024gpu_h100_bf16_config",
     ),
+    Recipe(
+        f"Qwen3-Next-80B-A3B, BF16, 128, {PERF}",
+        f"{PERF}.qwen.h100.qwen3_moe",
+        "qwen3_next_80b_a3b_pretrain_128gpu_h100_bf16_config",
+    ),
+    Recipe(
+        f"GLM-5.1, BF16, fine-tuning, 416, {PERF}",
+        f"{PERF}.glm_moe_dsa.h100.glm5",
+        "glm51_sft_416gpu_h100_bf16_config",
+    ),
 )
-"""The page's recipes, but three whose models have Mamba, gated delta nets or sparse attention."""
+"""The page's recipes, but Nemotron-3's, whose model needs Mamba's kernels."""
 
 CUT = {
     "num_layers": LAYERS,
@@ -144,6 +157,9 @@ CUT = {
     "mtp_num_layers": None,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "experimental_attention_variant": None,  # gated delta nets and sparse attention need kernels
+    "linear_attention_freq": None,
+    "layernorm_zero_centered_gamma": False,  # nor do local layers have it
     "moe_router_force_load_balancing": False,  # its draws go on from one model to the next
 }
 """Sizes of a model for two ranks; what the recipe chooses besides stays."""
@@ -178,6 +194,14 @@ def no_hub() -> None:
         sizes = {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
         if "gpt-oss" in name:
             return transformers.GptOssConfig(**sizes, architectures=["GptOssForCausalLM"])
+        if "Qwen3-Next" in name:
+            return transformers.Qwen3NextConfig(
+                **sizes, architectures=["Qwen3NextForCausalLM"], layer_types=None
+            )
+        if "GLM-5" in name:
+            return transformers.GlmMoeDsaConfig(
+                **sizes, architectures=["GlmMoeDsaForCausalLM"], indexer_rope_interleave=True
+            )
         if "Qwen3" in name:
             return transformers.Qwen3MoeConfig(**sizes, architectures=["Qwen3MoeForCausalLM"])
         return transformers.DeepseekV3Config(**sizes, architectures=["DeepseekV3ForCausalLM"])
@@ -185,10 +209,11 @@ def no_hub() -> None:
     transformers.AutoConfig.from_pretrained = make
 
 
-def build(recipe: Recipe, *, is_stock: bool) -> Any:
+def build(recipe: Recipe, *, is_stock: bool, is_named: bool = False) -> Any:
     """Builds the model of a recipe by Bridge, cut and in float32; returns it.
 
-    The checks are those of Bridge before a training: of overlaps, and those of its provider.
+    The checks are those of Bridge before a training: of overlaps, and those of its provider. With
+    ``is_named`` the recipe gets our own name, and Bridge's functions that look at it or write it.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -220,6 +245,13 @@ def build(recipe: Recipe, *, is_stock: bool) -> Any:
     if is_stock:
         provider.moe_token_dispatcher_type = "alltoall"  # what flex would need is not here
         keep_dispatcher(provider)
+    if is_named:
+        provider.moe_token_dispatcher_type = "flashmoe"
+        flex = importlib.import_module("megatron.bridge.training.flex_dispatcher_backend")
+        flex.apply_flex_dispatcher_backend(provider, "hybridep")
+        dropping = importlib.import_module("megatron.bridge.training.utils.moe_token_drop")
+        dropping.apply_moe_token_drop(provider, -1.0, moe_pad_expert_input_to_capacity=False)
+        assert container.comm_overlap.overlap_moe_expert_parallel_comm
     provider.bf16 = True  # Bridge's checks want half precision; the comparison is in float32
     if container.comm_overlap is not None:
         container.comm_overlap.finalize()
@@ -233,13 +265,13 @@ def build(recipe: Recipe, *, is_stock: bool) -> Any:
     return provider.provide(pre_process=True, post_process=True)
 
 
-def check(recipe: Recipe) -> str:
+def check(recipe: Recipe, *, is_named: bool = False) -> str:
     """Builds and runs a recipe with our layers and with Megatron's; returns a line.
 
     Raises:
         AssertionError: A layer is not ours, or a number is another.
     """
-    models = [build(recipe, is_stock=is_stock) for is_stock in (False, True)]
+    models = [build(recipe, is_stock=False, is_named=is_named), build(recipe, is_stock=True)]
     got, want = compare(*models)
     ours = [*layers(models[0])]
     name = ours[0].config.moe_token_dispatcher_type
@@ -247,6 +279,57 @@ def check(recipe: Recipe) -> str:
     return (
         f"{recipe.row}: the field says {name}{', overlapped' if overlaps else ''}; "
         f"{len(ours)} layers of ours; loss {got:.6f} and alltoall's {want:.6f}"
+    )
+
+
+def check_conversion(recipe: Recipe, folder: Path) -> str:
+    """Converts a Qwen3-MoE to Hugging Face and back; returns a line.
+
+    Raises:
+        AssertionError: A weight is another than alltoall's, or not what was saved.
+    """
+    from megatron.bridge import AutoBridge
+    from safetensors.torch import save_file
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=CUT["hidden_size"],
+        intermediate_size=CUT["ffn_hidden_size"],
+        moe_intermediate_size=CUT["moe_ffn_hidden_size"],
+        num_hidden_layers=LAYERS,
+        num_attention_heads=CUT["num_attention_heads"],
+        num_key_value_heads=CUT["num_attention_heads"],
+        head_dim=CUT["hidden_size"] // CUT["num_attention_heads"],
+        num_experts=CUT["num_moe_experts"],
+        num_experts_per_tok=CUT["moe_router_topk"],
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    bridge = AutoBridge.from_hf_config(config)
+    ours, stock = (build(recipe, is_stock=is_stock) for is_stock in (False, True))
+    exported, wanted = (
+        dict(bridge.export_hf_weights([model], cpu=True, show_progress=False))
+        for model in (ours, stock)
+    )
+    assert list(exported) == list(wanted)
+    assert all(torch.equal(exported[name], wanted[name]) for name in wanted)
+    of_experts = [name for name in exported if ".experts." in name]
+    assert len(of_experts) == LAYERS * CUT["num_moe_experts"] * 3
+    if dist.get_rank() == 0:
+        config.save_pretrained(folder)
+        weights = {name: tensor.contiguous() for name, tensor in exported.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    dist.barrier()
+    saved = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    bridge.load_hf_weights([ours], hf_path=str(folder))
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, saved[name]), name
+    return (
+        f"{len(exported)} tensors to Hugging Face, {len(of_experts)} of experts, with the bits of "
+        "alltoall's, and back"
     )
 
 
@@ -270,7 +353,16 @@ def main(say: Callable[[str], object] = print) -> None:
         line = check(recipe)
         if is_first:
             say(line)
+    line = check(RECIPES[0], is_named=True)
+    folders = [tempfile.mkdtemp(suffix="Qwen3")]
+    dist.broadcast_object_list(folders)
+    converted = check_conversion(RECIPES[3], Path(folders[0]))
+    if is_first:
+        say(f"by our own name: {line}")
+        say(f"Qwen3-MoE: {converted}")
     dist.barrier()
+    if is_first:
+        shutil.rmtree(folders[0])
     dist.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 import copy
 import importlib.metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from flashmoe_megatron.adapters import megatron as adapter
 from flashmoe_megatron.adapters.megatron import dispatcher as dispatcher_module
-from flashmoe_megatron.adapters.megatron.bridge import patch_loading
+from flashmoe_megatron.adapters.megatron.bridge import (
+    patch_dropping,
+    patch_flex,
+    patch_loading,
+    patch_overlaps,
+)
 from flashmoe_megatron.adapters.megatron.config.asked import is_served
 from flashmoe_megatron.adapters.megatron.config.notices import find_notices
 from flashmoe_megatron.adapters.megatron.config.refusals import refuse
@@ -327,6 +332,45 @@ def test_bridge_exports_with_its_own_layers(
         patch_loading(bridge())
     with replacing(""):
         patch_loading(bridge())
+
+
+@pytest.mark.parametrize(
+    ("patch", "name", "parameter"),
+    [
+        (patch_dropping, "apply_moe_token_drop", "model_provider"),
+        (patch_flex, "apply_flex_dispatcher_backend", "model_config"),
+    ],
+)
+def test_checks_and_writers_of_bridge_leave_our_name(patch: Any, name: str, parameter: str) -> None:
+    def checks_and_writes(config: Any, number: int = 0) -> int:
+        assert config.moe_token_dispatcher_type == "alltoall"
+        config.moe_token_dispatcher_type = "flex"
+        config.moe_expert_capacity_factor = 1.5
+        return number
+
+    taken = checks_and_writes.__code__.co_varnames
+    code = checks_and_writes.__code__.replace(co_varnames=(parameter, *taken[1:]))
+    module = bridge(**{name: FunctionType(code, globals(), name, checks_and_writes.__defaults__)})
+    patch(module)
+    ours, stock = config_of("flashmoe"), config_of()
+    assert getattr(module, name)(ours, number=3) == 3
+    assert getattr(module, name)(**{parameter: stock}) == 0
+    assert (ours.moe_token_dispatcher_type, ours.moe_expert_capacity_factor) == ("flashmoe", 1.5)
+    assert stock.moe_token_dispatcher_type == "flex"  # a name that is Megatron's is Bridge's to set
+
+
+def test_overlaps_of_bridge_take_our_name() -> None:
+    class CommOverlapConfig:
+        def _get_model_comm_overlap_cfgs(self, model_cfg: Any, ddp_config: Any) -> Any:
+            config = getattr(model_cfg, "transformer", model_cfg)
+            assert config.moe_token_dispatcher_type == "alltoall"
+            return ddp_config
+
+    patch_overlaps(bridge(CommOverlapConfig=CommOverlapConfig))
+    config = config_of("flashmoe")
+    for given in (config, SimpleNamespace(transformer=config)):
+        assert CommOverlapConfig()._get_model_comm_overlap_cfgs(given, 5) == 5
+    assert config.moe_token_dispatcher_type == "flashmoe"
 
 
 AUTOLOAD = """

@@ -43,6 +43,9 @@ _PATCHES = (
     ("training.training", "metrics", "patch_training"),
     ("training.training", "buckets.sizes", "patch_training"),
     ("bridge.training.model_load_save", "bridge", "patch_loading"),
+    ("bridge.training.comm_overlap", "bridge", "patch_overlaps"),
+    ("bridge.training.utils.moe_token_drop", "bridge", "patch_dropping"),
+    ("bridge.training.flex_dispatcher_backend", "bridge", "patch_flex"),
     ("training.models.dist_utils", "buckets.sizes", "patch_builders"),
 )
 """A module of Megatron, and the module here and its function that patch it."""

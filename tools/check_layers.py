@@ -75,7 +75,7 @@ HOSTS = [
 MULTIPATH = [
     ["balancer", "queues"],
     ["links", "memory"],
-    ["board", "reductions", "thread_queues", "trials"],
+    ["board", "reductions", "thread_queues", "trials", "watchdog"],
     ["ring", "transfers"],
     ["peer_copies"],
     ["choose"],

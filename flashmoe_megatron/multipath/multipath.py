@@ -1,13 +1,15 @@
 """Collectives whose bytes go over all links of a machine at once."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import DEFAULT_TIMEOUT
+from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT, MIN_TIMEOUT, is_number
 from flashmoe_megatron.ending import EndsWithGroup, ends_with
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -23,6 +25,7 @@ from flashmoe_megatron.multipath.queues import Moment, Queue, Queues
 from flashmoe_megatron.multipath.reductions import Inbox, check_summable, sum_in_order
 from flashmoe_megatron.multipath.transfers import LinkTotals, Load, Transfers
 from flashmoe_megatron.multipath.trials import Comparison
+from flashmoe_megatron.multipath.watchdog import Call, Watchdog
 from flashmoe_megatron.ranks import StoreRanks, check_member
 from flashmoe_megatron.streams import index_of
 
@@ -32,7 +35,12 @@ MIN_BYTES = 64 * 2**20
 MIN_MAPPED_BYTES = 16 * 2**20
 """The same for gathers into memory that peers write to without a detour."""
 
+MOST_SUMMED = 2
+"""More ranks leave sums to torch.distributed: four took 20 per cent longer over links than by NCCL.
+Trials cannot decide, since NCCL's sums have other bits, and a training would depend on chance."""
+
 Reduction = Literal["sum", "average"]
+_UNWATCHED: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Work:
@@ -70,12 +78,17 @@ class Multipath(EndsWithGroup):
             to be used: 0.03 is three per cent. During other work a link costs more than its time.
         timeout: Seconds without progress that end a call with an error.
         queues: They copy and wait; by default the device's.
+        watch: A call that takes more seconds gets a line in the log, which says how far each rank
+            has come with it, and the place of this rank's program; ``None`` for no lines. The ranks
+            have to share a host.
 
     Attributes:
         transfers: Moves bytes over the links, and has their shares.
+        sums_over_links: Whether reductions go over links: between two ranks, or over links that
+            were asked for by name.
 
     Raises:
-        ConfigError: The group or a link's name is of no use.
+        ConfigError: The group or a link's name is of no use, or ranks differ in ``watch``.
         FlashMoEError: A link cannot be made.
     """
 
@@ -89,7 +102,13 @@ class Multipath(EndsWithGroup):
         least_gain: float = LEAST_GAIN,
         timeout: float = DEFAULT_TIMEOUT,
         queues: Queues | None = None,
+        watch: float | None = None,
     ) -> None:
+        if watch is not None and not is_number(watch, least=MIN_TIMEOUT, most=MAX_TIMEOUT):
+            raise ConfigError(
+                f"watch is {watch!r}: wanted None, or seconds above 0, {MIN_TIMEOUT:g} to "
+                f"{MAX_TIMEOUT:g}"
+            )
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device("cuda", index_of(device)) if device.type == "cuda" else device
         self.min_bytes = min_bytes
@@ -97,10 +116,12 @@ class Multipath(EndsWithGroup):
         self._group = self._ranks.group
         self.rank, self.num_ranks = self._ranks.rank, self._ranks.num_ranks
         self._queues = queues or queues_of(self.device)
+        self._ranks.check_same({"watch": watch})
         made = make_links(self._ranks, self._queues, links)
         if not made:
             raise ConfigError(f"no link can be made between the {self.num_ranks} ranks")
         is_auto = links == "auto"
+        self.sums_over_links = not is_auto or self.num_ranks <= MOST_SUMMED
         self.transfers = Transfers(
             self._ranks, self._queues, made, leaves_out_slower=is_auto, least_gain=least_gain
         )
@@ -114,6 +135,7 @@ class Multipath(EndsWithGroup):
         self._can_share = True
         self._shared: set[tuple[int, int]] = set()
         self._inbox = Inbox(made, self._queues)
+        self._watchdog = None if watch is None else self._watchdog_of(watch)
         ends_with(self._group, self)
 
     def all_gather(
@@ -132,7 +154,7 @@ class Multipath(EndsWithGroup):
         gather = self._gather_of(output, input)
         plain = functools.partial(dist.all_gather_into_tensor, output, input, self._group)
         if gather is None:
-            return _plain(plain(async_op))
+            return self._by_torch("all_gather", output, plain, async_op)
         key = gather.balancer, size_class(gather.inbound)
         links = functools.partial(self.transfers.exchange, gather)
 
@@ -142,7 +164,7 @@ class Multipath(EndsWithGroup):
             else:
                 plain()
 
-        return self._start(run, (output, input), async_op)
+        return self._start("all_gather", run, (output, input), async_op)
 
     def reduce_scatter(
         self,
@@ -168,10 +190,11 @@ class Multipath(EndsWithGroup):
         check_summable(input.dtype, op == "average")
         if input.numel() != self.num_ranks * output.numel():
             raise _uneven("reduce_scatter", "input", input, self.num_ranks, output)
-        if self._is_small(input):
-            return _plain(
-                dist.reduce_scatter_tensor(output, input, _reduce_op(op), self._group, async_op)
+        if self._is_small(input) or not self.sums_over_links:
+            plain = functools.partial(
+                dist.reduce_scatter_tensor, output, input, _reduce_op(op), self._group
             )
+            return self._by_torch("reduce_scatter", input, plain, async_op)
         parts = input.view(-1).chunk(self.num_ranks)
         target = output.view(-1)
 
@@ -179,7 +202,7 @@ class Multipath(EndsWithGroup):
             what = f"reduce_scatter of {input.nbytes} bytes"
             self._guard(output, self._reduce(what, parts, target, op == "average"))
 
-        return self._start(run, (output, input), async_op)
+        return self._start("reduce_scatter", run, (input, output), async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Reduction = "sum", async_op: bool = False
@@ -191,8 +214,9 @@ class Multipath(EndsWithGroup):
         _check_op(op)
         self._check(tensor=tensor)
         check_summable(tensor.dtype, op == "average")
-        if self._is_small(tensor):
-            return _plain(dist.all_reduce(tensor, _reduce_op(op), self._group, async_op))
+        if self._is_small(tensor) or not self.sums_over_links:
+            plain = functools.partial(dist.all_reduce, tensor, _reduce_op(op), self._group)
+            return self._by_torch("all_reduce", tensor, plain, async_op)
         flat = tensor.view(-1)
         length = -(-flat.numel() // self.num_ranks)
         parts = [flat[rank * length : (rank + 1) * length] for rank in range(self.num_ranks)]
@@ -207,7 +231,7 @@ class Multipath(EndsWithGroup):
             used |= self.transfers.exchange(self.transfers.load(what, pieces))
             self._guard(tensor, used)
 
-        return self._start(run, (tensor,), async_op)
+        return self._start("all_reduce", run, (tensor,), async_op)
 
     def empty(self, length: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """Memory for the outputs of gathers, which peer copies write to without a detour.
@@ -254,8 +278,9 @@ class Multipath(EndsWithGroup):
         # One refusal is enough: every rank has it, and to ask again takes a millisecond.
         if self._can_share and key not in self._shared:
             self._check(tensor=tensor)
-            self._noting_errors(lambda: self.transfers.announce("share"))
-            self._can_share = any(link.share(tensor) for link in self.transfers.links)
+            with self._watched("share", tensor):
+                self._noting_errors(lambda: self.transfers.announce("share"))
+                self._can_share = any(link.share(tensor) for link in self.transfers.links)
             if self._can_share:
                 self._shared.add(key)
         return key in self._shared
@@ -288,6 +313,9 @@ class Multipath(EndsWithGroup):
         finally:
             self._broken = self._broken or LinkError("it has been closed")
             self._ranks.look = lambda: None  # links that have been left are no failures
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
             self.transfers.leave()
             self._ranks.leave()
 
@@ -325,10 +353,45 @@ class Multipath(EndsWithGroup):
     def _is_small(self, tensor: torch.Tensor) -> bool:
         return tensor.nbytes < max(self.min_bytes, 1)
 
-    def _start(
-        self, run: Callable[[], None], tensors: Sequence[torch.Tensor], async_op: bool
+    def _watchdog_of(self, watch: float) -> Watchdog:
+        try:
+            return Watchdog(self._ranks, watch)
+        except BaseException:
+            self.transfers.close()
+            raise
+
+    def _watched(self, name: str, whole: torch.Tensor) -> AbstractContextManager[Call | None]:
+        """Encloses a call on the current queue for the watchdog, if there is one.
+
+        Without a watchdog it takes the look at one attribute.
+        """
+        if self._watchdog is None:
+            return _UNWATCHED
+        begun = self._queues.current().record_event()
+        return self._watchdog.call(f"{name} of {whole.nbytes} bytes", begun.query)
+
+    def _by_torch(
+        self, name: str, whole: torch.Tensor, run: Callable[[bool], Any], async_op: bool
     ) -> Work | None:
-        """Issues a collective in the current queue, or in one concurrent with it."""
+        """Runs a collective of torch.distributed."""
+        with self._watched(name, whole) as call:
+            work = run(async_op)
+            if call is not None:
+                is_over = self._queues.current().record_event().query
+                call.is_over = is_over if work is None else work.is_completed
+        return None if work is None else Work(work.wait, ())
+
+    def _start(
+        self,
+        name: str,
+        run: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        async_op: bool,
+    ) -> Work | None:
+        """Issues a collective in the current queue, or in one concurrent with it.
+
+        The first one of the tensors has the bytes of all ranks.
+        """
         queues = self._queues
         current = queues.current()
         stream = self._stream if async_op else current
@@ -339,13 +402,18 @@ class Multipath(EndsWithGroup):
         self._last_stream = stream
         with queues.here():
             if not async_op:
-                self._noting_errors(run)
-                if queues.host_waits:
-                    self._wait_for(stream.record_event())
+                with self._watched(name, tensors[0]) as call:
+                    self._noting_errors(run)
+                    if queues.host_waits:
+                        self._wait_for(stream.record_event())
+                    elif call is not None:
+                        call.is_over = stream.record_event().query
                 return None
-            with queues.within(stream):
+            with queues.within(stream), self._watched(name, tensors[0]) as call:
                 self._noting_errors(run)
                 end = stream.record_event()
+                if call is not None:
+                    call.is_over = end.query
         queues.keep(tensors, stream)
         return Work(lambda: self._wait_for(end), tensors)
 
@@ -469,11 +537,6 @@ def _check_op(op: object) -> None:
 
 def _reduce_op(op: Reduction) -> Any:
     return dist.ReduceOp.AVG if op == "average" else dist.ReduceOp.SUM
-
-
-def _plain(work: Any) -> Work | None:
-    """The work of torch.distributed, if there is one, as one of ours."""
-    return None if work is None else Work(work.wait, ())
 
 
 def _uneven(

@@ -1,6 +1,7 @@
 """The host relay and peer copies between two processes that share one GPU."""
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -237,13 +238,21 @@ def outcome_of(multipath: Multipath, path: Path) -> None:
 def with_a_peer_that(group: dist.ProcessGroup, fault: str, path: Path) -> None:
     rank = dist.get_rank(group)
     multipath = made(
-        group, links=("host",) if fault == "dies" else ("peer", "host"), timeout=LIMIT_S
+        group,
+        links=("host",) if fault == "dies" else ("peer", "host"),
+        timeout=LIMIT_S,
+        watch=LIMIT_S / 4,
     )
     part = torch.ones(32 * 2**20, device="cuda")
     multipath.all_gather(torch.zeros(2 * part.numel(), device="cuda"), part)
     torch.cuda.synchronize()
     if rank == 0:
-        outcome_of(multipath, path)
+        lines = logging.FileHandler(path.with_suffix(".lines"))
+        logging.getLogger("flashmoe_megatron").addHandler(lines)
+        try:
+            outcome_of(multipath, path)
+        finally:
+            logging.getLogger("flashmoe_megatron").removeHandler(lines)
     elif fault == "dies":
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         outcome_of(multipath, path.with_suffix(".peer"))
@@ -258,6 +267,9 @@ def test_a_peer_that_stays_away_is_named_in_time(pair: RankPool, tmp_path: Path)
     pair.run(with_a_peer_that, "stays away", path)
     took, error, first = path.read_text().split("\n")
     assert "ranks [1]" in error
+    lines = path.with_suffix(".lines").read_text()
+    assert "multipath, rank 0: call 2, all_gather of 268435456 bytes, has not ended for " in lines
+    assert "rank 1 has not made it (its last is call 1, all_gather of 268435456 bytes)" in lines
     assert error.startswith((LinkError.__name__, PeerTimeoutError.__name__))
     assert float(took) < 10 * LIMIT_S  # on a busy machine, too
     assert first == "nan"  # nobody can take what was moved for a result

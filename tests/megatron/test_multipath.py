@@ -38,6 +38,7 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, 
         losses = train(group, case, True).losses
         # Buckets have been offered to peers to write to, which these links refuse.
         assert not any(one._can_share for one in links._made.values())
+        assert all(one._watchdog is not None for one in links._made.values())
         number = sum(one.transfers._number for one in links._made.values())
         return losses, number, reducing
     finally:
@@ -51,7 +52,8 @@ def over_links(group: dist.ProcessGroup, case: Case) -> tuple[list[float], int, 
 @pytest.mark.parametrize("ddp", [DDP, {}], ids=["overlapped", "in turn"])
 def test_losses_are_those_of_one_link(ddp: dict, four_ranks: RankPool) -> None:
     plain = four_ranks.run(train, Case(EP2_DP2, ddp=ddp), True)
-    case = Case(EP2_DP2, ddp=ddp, settings={"multipath": "auto"})
+    settings = {"multipath": "auto", "multipath_watch": 300.0}
+    case = Case(EP2_DP2, ddp=ddp, settings=settings)
     for found, want in zip(four_ranks.run(over_links, case), plain, strict=True):
         losses, number, reducing = found
         torch.testing.assert_close(losses, want.losses, rtol=1e-4, atol=1e-4)
@@ -149,7 +151,11 @@ def test_what_has_no_effect_or_meaning_is_said() -> None:
     assert notice.startswith("--flashmoe-multipath is without effect")
     assert notice.endswith("wanted --use-distributed-optimizer")
     args.use_distributed_optimizer = True
+    args.flashmoe_multipath_watch = 30.0
     assert not list(find_notices(args))
+    args.flashmoe_multipath = "off"
+    (notice,) = find_notices(args)
+    assert notice.startswith("--flashmoe-multipath-watch is without effect: nothing goes over")
     from flashmoe_megatron.adapters.megatron import Settings
 
     with pytest.raises(ConfigError, match="--flashmoe-multipath 'on': wanted one of auto, off"):

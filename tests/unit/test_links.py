@@ -110,6 +110,7 @@ def test_a_gather_is_known_by_its_dtype_too() -> None:
     )
     multipath = bare(
         Multipath,
+        _watchdog=None,
         _in_place={},
         _broken=None,
         _gathered_in=lambda *_: place,
@@ -192,6 +193,7 @@ def test_what_is_closed_holds_no_tensors() -> None:
     held = weakref.ref(known[0])
     multipath = bare(
         Multipath,
+        _watchdog=None,
         _broken=LinkError("a peer is gone"),
         _ranks=SimpleNamespace(leave=lambda: None),
         _in_place=known,
@@ -242,6 +244,7 @@ def test_a_call_on_a_gpu_is_in_order_with_the_streams_around_it(
     link = SimpleNamespace(raise_if_broken=lambda: calls.append("looks"))
     multipath = bare(
         Multipath,
+        _watchdog=None,
         _broken=None,
         _last_stream=earlier,
         _queues=GpuQueues(torch.device("cuda", 0)),
@@ -249,7 +252,7 @@ def test_a_call_on_a_gpu_is_in_order_with_the_streams_around_it(
         transfers=SimpleNamespace(links=[link]),
     )
     tensor: Any = SimpleNamespace(record_stream=lambda one: calls.append(f"kept for {one.name}"))
-    work = multipath._start(lambda: calls.append("runs"), [tensor], async_op)
+    work = multipath._start("all_gather", lambda: calls.append("runs"), [tensor], async_op)
     if not async_op:
         assert calls == ["current waits for earlier", "on cuda:0", "runs"]
         assert work is None

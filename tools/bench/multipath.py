@@ -56,14 +56,15 @@ from tools.bench.gate import require_gate
 from tools.bench.simulated_links import SimulatedLink, measure
 
 PUBLISHED = (
-    ("all_reduce", 2, 139, 175),
-    ("all_reduce", 4, 98, 118),
-    ("all_reduce", 8, 107, 109),
-    ("all_gather", 2, 132, 161),
-    ("all_gather", 4, 49, 62),
-    ("all_gather", 8, 21, 26),
+    ("all_reduce", 2, 139, 175, (12, 9)),
+    ("all_reduce", 4, 98, 118, (13, 5)),
+    ("all_reduce", 8, 107, 109, (1, 1)),
+    ("all_gather", 2, 132, 161, (14, 5)),
+    ("all_gather", 4, 49, 62, (12, 10)),
+    ("all_gather", 8, 21, 26, (12, 7)),
 )
-"""FlexLink's table on H800: operation, GPUs, GB/s of NCCL and of FlexLink (input over time)."""
+"""FlexLink's table on H800: operation, GPUs, GB/s of NCCL and of FlexLink (input over time), and
+what PCIe and RDMA carry, in per cent."""
 
 PCIE_GBPS, RDMA_GBPS, LATENCY_US = 22.0, 13.0, 20.0
 """The constants of all rows besides NCCL's own rate: GB/s into each GPU, latency of a link."""
@@ -87,7 +88,7 @@ def table(step_us: float = 0.0) -> list[dict[str, Any]]:
             a reduction twice as many.
     """
     rows = []
-    for operation, ranks, nccl, published in PUBLISHED:
+    for operation, ranks, nccl, published, published_shares in PUBLISHED:
         steps = (ranks - 1) * (2 if operation == "all_reduce" else 1)
         inbound = steps if operation == "all_gather" else steps / ranks
         relay_us = LATENCY_US + steps * step_us
@@ -110,6 +111,7 @@ def table(step_us: float = 0.0) -> list[dict[str, Any]]:
                 "published": published,
                 "simulated": round(gbps, 1),
                 "off": round(gbps / published - 1, 3),
+                "published_shares": published_shares,
                 "shares": [round(share, 3) for share in shares],
                 "trials": balancer.trials(nbytes),
             }
@@ -364,6 +366,7 @@ def _reductions(rank: int, about: dict[str, Any], device: torch.device) -> None:
     num_ranks = dist.get_world_size()
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with Multipath(plain, device=device, timeout=60) as multipath, torch.cuda.stream(side):
+        multipath.sums_over_links = True  # also those of more ranks than it would sum
         for mib in REDUCED_MIB:
             length = mib * 2**18
             given = torch.full((num_ranks * length,), float(rank + 1), device=device)

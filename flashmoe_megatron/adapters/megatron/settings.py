@@ -7,12 +7,13 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT, nearest
+from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT, MIN_TIMEOUT, nearest
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
     BackendOptions,
     FrameworkOptions,
     make_options,
+    number,
     one_of,
     option,
     options_of,
@@ -51,7 +52,8 @@ class Settings(FrameworkOptions):
         False,
         switch(),
         "Choose experts from the input of a Transformer layer, before its attention, as CCFuser "
-        "does. This is another model, which has to be trained and used with the option. With "
+        "does. This is another model, which has to be trained and used with the option. A small "
+        "one had the loss of Megatron's router, and no gain of time has been measured. With "
         "placement lookahead, replicas are settled on from the routing itself.",
     )
 
@@ -61,6 +63,20 @@ class Settings(FrameworkOptions):
         "Whether the distributed optimizer moves buckets of at least 64 MiB over all links "
         "between GPUs at once, by copy engines. It gathers parameters so, and reduces the "
         "gradients of two ranks, which are then summed in float32.",
+    )
+
+    multipath_watch: float | None = option(
+        None,
+        number(
+            f"seconds above 0, {MIN_TIMEOUT:g} to {MAX_TIMEOUT:g}",
+            least=MIN_TIMEOUT,
+            most=MAX_TIMEOUT,
+            metavar="SECONDS",
+        ),
+        "After how many seconds a line in the log tells of a transfer of multipath that has not "
+        "ended, or that there has been none: how far each rank has come with it, and where the "
+        "rank's program stands.",
+        unset="no lines",
     )
 
     def backend_options(self) -> dict[str, Any]:

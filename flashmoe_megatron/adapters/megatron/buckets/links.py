@@ -21,7 +21,14 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.patch import Function
 from flashmoe_megatron.ending import end_destroyed
-from flashmoe_megatron.multipath import MIN_BYTES, LinkTotals, Multipath, Reduction, Work
+from flashmoe_megatron.multipath import (
+    MIN_BYTES,
+    MOST_SUMMED,
+    LinkTotals,
+    Multipath,
+    Reduction,
+    Work,
+)
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.torch_groups import is_destroyed, torch_group
 
@@ -31,9 +38,6 @@ _LEAST_GAIN = 0.1
 """The least gain of several links over one. Where NVLink is fast, the relay through the
 host makes buckets 5 per cent faster and steps 4 per cent slower: kernels are launched over the same
 PCIe."""
-_MOST_SUMMED = 2
-"""Ranks whose gradients are reduced over links. NCCL reduces those of four in less time. Trials
-cannot decide, since NCCL's sums have other bits, and a training would depend on chance."""
 
 
 def over_links(module: ModuleType, handle: str) -> Callable[[Function], Function]:
@@ -71,10 +75,11 @@ def compared(original: Function) -> Function:
         if not _can_be_on(ddp.ddp_config):
             return
         bucket_groups = (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
-        name = "intra_distributed_optimizer_instance_group"  # without the optimizer there is none
-        groups = [getattr(each, name) for each in bucket_groups if hasattr(each, name)]
+        held = "intra_distributed_optimizer_instance_group"  # without the optimizer there is none
+        groups = [getattr(each, held) for each in bucket_groups if hasattr(each, held)]
         for group in dict.fromkeys(groups):
-            Ranks(group).check_same({"multipath": current_value("multipath")})
+            names = ("multipath", "multipath_watch")
+            Ranks(group).check_same({name: current_value(name) for name in names})
 
     return init
 
@@ -154,7 +159,7 @@ def _in_place(module: ModuleType, buckets: Sequence[Any]) -> Iterator[list[Calla
         async_op: bool = False,
     ) -> Any:
         kind = _kind_of(op)
-        is_slower = dist.get_world_size(group) > _MOST_SUMMED
+        is_slower = dist.get_world_size(group) > MOST_SUMMED
         if kind is None or is_slower or not _is_large(input, group):
             return reduce(output, input, op=op, group=group, async_op=async_op)
         calls.append(lambda: _multipath(group, input).reduce_scatter(output, input, kind, async_op))
@@ -205,5 +210,6 @@ def _multipath(group: Any, tensor: torch.Tensor) -> Multipath:
             min_bytes=_least_bytes,
             least_gain=_LEAST_GAIN,
             timeout=timeout,
+            watch=current_value("multipath_watch"),
         )
     return _made[group]

@@ -150,6 +150,11 @@ def find_notices(args: Any) -> Iterator[str]:
                 f"{flag_of('multipath')} is without effect: Megatron reduces in float32 itself, "
                 "wanted no --ddp-reduce-scatter-with-fp32-accumulation"
             )
+    elif "multipath_watch" in given:
+        yield (
+            f"{flag_of('multipath_watch')} is without effect: nothing goes over several links, "
+            f"wanted {flag_of('multipath')} auto"
+        )
     yield from _circle(args, flags)
     if not has_logger(args):
         idle = [

@@ -543,6 +543,13 @@ MUTATIONS = (
         "tests/unit/test_rings.py::test_gathers_without_a_detour_have_shares_of_their_own",
     ),
     Mutation(
+        "a rank that has not come is not named by those that wait for it",
+        "_state",
+        "made < call.number",
+        "made + 1 < call.number",
+        "tests/unit/test_watchdog.py::test_a_peer_that_stands_still_is_named",
+    ),
+    Mutation(
         "a link goes on whose partner has failed",
         "fail",
         "for partner in self.partners: partner.fail(error)",

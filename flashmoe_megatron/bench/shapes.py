@@ -112,12 +112,17 @@ ODD_SHAPES = {
 }
 """Tokens, a rank's experts or columns of a product are no multiple of a tile here."""
 
-CCFUSER_SHAPES = {
+_CCFUSER = {
     "m-gpt": Shape(8192, 768, 3072, 64, 2, gated=False),
     "m-bert": Shape(16384, 768, 3072, 64, 2, gated=False),
     "m-transxl": Shape(8192, 512, 2048, 64, 2, gated=False),
+}
+CCFUSER_SHAPES = {
+    **_CCFUSER,
     **{
-        f"m-gpt-e{count}": Shape(8192, 768, 3072, count, 2, gated=False) for count in (4, 8, 16, 32)
+        f"{name}-e{count}": replace(shape, num_experts=count)
+        for name, shape in _CCFUSER.items()
+        for count in (4, 8, 16, 32)
     },
 }
 """CCFuser's three models and its sweep over experts; FFNs, of unknown width, are four times H."""

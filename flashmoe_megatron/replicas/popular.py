@@ -1,6 +1,7 @@
 """The placement of CCFuser (PPoPP 2025), which keeps rows off slow links.
 
-``csrc/flashmoe/placement/popular.h`` is the same in C++ for a launch, whose links are equal.
+``csrc/flashmoe/placement/popular.h`` is the same in C++. A launch gives it no rates, so that all
+links are equal there.
 
 A rank whose spare slots let it compute half of its own tokens' routes has enough of them at hand
 to work on while the others' rows arrive.

@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from flashmoe_megatron.planner import least_rows_of
 from flashmoe_megatron.replicas.balance import PREFERENCES, balance
-from flashmoe_megatron.replicas.placement import placement_of
+from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement, placement_of
 from flashmoe_megatron.replicas.popular import popular
 from tests.protocol.programs import CSRC, compiler
 from tests.replicas import cases
@@ -220,8 +222,8 @@ struct Many {
 };
 
 struct Case {
-    int ranks, experts, spare, least_rows, has_hosts, is_popular;
-    std::vector<int> hosts, counts, rows, chosen;
+    int ranks, experts, spare, least_rows, has_hosts, is_popular, has_links;
+    std::vector<int> hosts, links, counts, rows, chosen;
     std::vector<uint8_t> sources, holders;
     std::vector<uint16_t> slot_of;
     Loads loads;
@@ -257,8 +259,11 @@ void plan(Case& c) {
         if (c.has_hosts) {
             use_own_replicas<Team>(c.hosts.data(), c.ranks, c.experts, c.spare, c.sources.data());
         } else {
-            popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.sources.data(),
-                          c.rows.data(), c.holders.data(), &c.loads);
+            const auto plan_by = [&c](auto links) {
+                popular<Team>(c.counts.data(), c.ranks, c.experts, c.spare, c.sources.data(),
+                              c.rows.data(), c.holders.data(), &c.loads, links);
+            };
+            c.has_links ? plan_by(LinksByRate{c.links.data()}) : plan_by(EqualLinks{});
         }
         if (Team::index() == 0) std::printf("[{\"most\": 0");
         print_placement<Team>(c);
@@ -283,8 +288,8 @@ void plan(Case& c) {
 
 int main(int argc, char**) {
     Case c;
-    while (std::scanf("%d %d %d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.least_rows,
-                      &c.has_hosts, &c.is_popular) == 6) {
+    while (std::scanf("%d %d %d %d %d %d %d", &c.ranks, &c.experts, &c.spare, &c.least_rows,
+                      &c.has_hosts, &c.is_popular, &c.has_links) == 7) {
         const int all = c.ranks * c.experts;
         for (auto* each : {&c.hosts, &c.chosen}) each->resize(c.ranks * c.spare);
         for (auto* each : {&c.counts, &c.rows}) each->resize(all);
@@ -293,6 +298,10 @@ int main(int argc, char**) {
         c.holders.resize(c.experts);
         for (int& host : c.hosts) {
             if (c.has_hosts) std::scanf("%d", &host);
+        }
+        c.links.resize(c.ranks * c.ranks);
+        for (int& link : c.links) {
+            if (c.has_links) std::scanf("%d", &link);
         }
         for (int& count : c.counts) std::scanf("%d", &count);
         if (argc == 1) {
@@ -311,12 +320,9 @@ int main(int argc, char**) {
 """
 
 
-@pytest.mark.parametrize("team", ["one", "many"])
-def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
-    """Also where threads share the work, whose races ThreadSanitizer looks for."""
-    from flashmoe_megatron.replicas.balance import _Attempt
-
-    source, program = tmp_path / "plan.cc", tmp_path / "plan"
+def built(folder: Path, team: str) -> Callable[[list[str]], list[Any]]:
+    """Compiles the program with a sanitizer; returns what gives its answers to lines."""
+    source, program = folder / "plan.cc", folder / "plan"
     source.write_text(PROGRAM)
     sanitizer = {"one": "undefined", "many": "thread"}[team]
     flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unused-result", f"-fsanitize={sanitizer}"]
@@ -325,6 +331,60 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         check=True,
         timeout=300,
     )
+
+    def answers(lines: list[str]) -> list[Any]:
+        done = subprocess.run(
+            [str(program), *["many"] * (team == "many")],
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        found = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(found) == len(lines)
+        return found
+
+    return answers
+
+
+def line(
+    counts: Counts,
+    spare: int,
+    hosts: Hosts | None,
+    least_rows: int,
+    is_popular: bool,
+    links: Sequence[Sequence[int]] | None = None,
+) -> str:
+    """A case as the program reads it."""
+    flat = [slot for experts in hosts or () for slot in [*experts, *[-1] * spare][:spare]]
+    kind = [int(hosts is not None), int(is_popular), int(links is not None)]
+    tables = [*flat, *(rate for row in links or () for rate in row)]
+    numbers = [len(counts), len(counts[0]), spare, least_rows, *kind, *tables]
+    return " ".join(map(str, [*numbers, *(count for row in counts for count in row)]))
+
+
+def assert_same(got: dict[str, list[int]], want: Placement, counts: Counts, spare: int) -> None:
+    """Replicas that nobody uses keep their slots, but are not told of."""
+    assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
+    used = [
+        [
+            expert if rows.get((rank + 1) * want.slots_per_rank - spare + i) else -1
+            for i, expert in enumerate(row)
+        ]
+        for rank, (row, rows) in enumerate(
+            zip(want.hosts, skew.rows_of_ranks(counts, want), strict=True)
+        )
+    ]
+    assert got["hosts"] == [slot for row in used for slot in [*row, *[-1] * spare][:spare]]
+
+
+@pytest.mark.parametrize("team", ["one", "many"])
+def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
+    """Also where threads share the work, whose races ThreadSanitizer looks for."""
+    from flashmoe_megatron.replicas.balance import _Attempt
+
+    planner = built(tmp_path, team)
     routings = [
         (skew.Zipf(experts, topk, exponent, seed=seed).draw(ranks), spare)
         for seed, (experts, topk, ranks, spare, exponent) in enumerate(
@@ -347,29 +407,9 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
         (MORE_BLOCKS, 2, None, 0),
     ]
 
-    def line(counts, spare, hosts, least_rows: int, is_popular: bool) -> str:
-        flat = [slot for experts in hosts or () for slot in [*experts, *[-1] * spare][:spare]]
-        kind = [int(hosts is not None), int(is_popular)]
-        numbers = [len(counts), len(counts[0]), spare, least_rows, *kind, *flat]
-        return " ".join(map(str, [*numbers, *(count for row in counts for count in row)]))
-
     def sources_of(rank_of: list[list[int]]) -> list[int]:
         ranks, experts = range(len(rank_of)), range(len(rank_of[0]))
         return [sum((rank_of[s][e] == r) << s for s in ranks) for r in ranks for e in experts]
-
-    def assert_same(got, want, counts) -> None:
-        """Replicas that nobody uses keep their slots, but are not told of."""
-        assert got["slot_of"] == [slot for row in want.slot_of for slot in row]
-        used = [
-            [
-                expert if rows.get((rank + 1) * want.slots_per_rank - spare + i) else -1
-                for i, expert in enumerate(row)
-            ]
-            for rank, (row, rows) in enumerate(
-                zip(want.hosts, skew.rows_of_ranks(counts, want), strict=True)
-            )
-        ]
-        assert got["hosts"] == [slot for row in used for slot in [*row, *[-1] * spare][:spare]]
 
     shared = [(counts, spare) for counts, spare in routings if len(counts) > 1 and spare]
     shared = [(counts, spare, None) for counts, spare in shared]
@@ -377,16 +417,7 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
     shared += [(counts, spare, popular(counts[::-1], spare).hosts) for counts, spare, _ in shared]
     lines = [line(*one, is_popular=False) for one in given]
     lines += [line(*one, 0, is_popular=True) for one in shared]
-    done = subprocess.run(
-        [str(program), *["many"] * (team == "many")],
-        input="\n".join(lines),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(given) + len(shared)
+    answers = planner(lines)
     for (counts, spare, hosts, least_rows), answer in zip(
         given, answers[: len(given)], strict=True
     ):
@@ -396,10 +427,30 @@ def test_the_kernels_planners_plan_the_same(tmp_path: Path, team: str):
             assert (got["most"], bool(got["is_good"])) == (attempt.most(), attempt.is_good())
             assert got["sources"] == sources_of(attempt.rank_of)
             held = attempt.replicas() if hosts is None else hosts
-            assert_same(got, placement_of(attempt.rank_of, held, spare), counts)
+            assert_same(got, placement_of(attempt.rank_of, held, spare), counts, spare)
     moved = 0
     for (counts, spare, hosts), (got,) in zip(shared, answers[len(given) :], strict=True):
         want = popular(counts, spare, hosts=hosts)
-        assert_same(got, want, counts)
+        assert_same(got, want, counts, spare)
         moved += sum(map(len, want.hosts))
     assert moved > 50
+
+
+def test_cold_experts_go_by_the_same_rates_in_both_languages(tmp_path: Path):
+    """1,000 random routings over links of random rates, of which many change what is planned."""
+    rng = np.random.default_rng(11)
+    given = []
+    for _ in range(1000):
+        ranks, local, spare = (int(rng.integers(*bounds)) for bounds in ((3, 9), (2, 6), (2, 4)))
+        popularity = rng.permutation(np.arange(1, ranks * local + 1) ** -rng.uniform(1, 2))
+        counts = [rng.multinomial(2048, rng.dirichlet(popularity * local)) for _ in range(ranks)]
+        most = int(rng.choice([2, 100, 2**20]))
+        links = rng.integers(0, most, (ranks, ranks)).tolist()
+        given.append(([row.tolist() for row in counts], spare, links))
+    lines = [line(counts, spare, None, 0, True, links) for counts, spare, links in given]
+    changed = 0
+    for (counts, spare, links), (got,) in zip(given, built(tmp_path, "one")(lines), strict=True):
+        want = popular(counts, spare, links)
+        assert_same(got, want, counts, spare)
+        changed += want != popular(counts, spare)
+    assert changed > 200

@@ -746,6 +746,30 @@ def test_a_call_to_a_peer_that_is_gone_names_the_link(tmp_path: Path) -> None:
     assert second.startswith("LinkError: multipath is of no use since link gloo between ranks 0 ")
 
 
+def sums(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Exchanges over links of two sums, by links that are chosen and by ones that are asked for."""
+    found = []
+    for links in ("auto", ["host"]):
+        with Multipath(group, links=links, min_bytes=1, timeout=60) as multipath:
+            before = multipath.transfers._number
+            whole = torch.ones(multipath.num_ranks * 8)
+            multipath.all_reduce(whole)
+            shard = torch.zeros(8)
+            multipath.reduce_scatter(shard, whole, "sum")
+            assert shard.tolist() == [multipath.num_ranks**2] * 8
+            found.append(multipath.transfers._number - before)
+    return found[0], found[1]
+
+
+def test_sums_of_more_than_two_ranks_are_left_to_torch(ranks: RankPool) -> None:
+    for chosen, asked in ranks.run(sums, num_ranks=2):
+        assert chosen > 0
+        assert asked > 0
+    for chosen, asked in ranks.run(sums, num_ranks=3):
+        assert chosen == 0
+        assert asked > 0
+
+
 def every_byte(group: dist.ProcessGroup) -> dict[str, Any]:
     with Multipath(group, links=["gloo", "host"], min_bytes=1, timeout=60) as multipath:
         with pytest.raises(SystemExit, match="wanted some by every link"):

@@ -230,7 +230,8 @@ __device__ __forceinline__ Placed plan_replicas(const LayerArgs& args,
                                                      s.spare_slots, smem.sources);
         } else {
             placement::popular<PlannerTeam>(smem.counts, s.num_ranks, s.num_experts, s.spare_slots,
-                                            smem.sources, smem.rows, smem.holders, smem.loads);
+                                            smem.sources, smem.rows, smem.holders, smem.loads,
+                                            placement::EqualLinks{});
         }
     } else {
         placed = balance(args, smem, may_go_on, routes, stride);

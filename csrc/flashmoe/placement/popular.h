@@ -7,10 +7,34 @@
 
 namespace flashmoe::placement {
 
+// How near a rank is to an expert's tokens where all links are equal: how many of them it has.
+struct EqualLinks {
+    FLASHMOE_PLACEMENT int operator()(
+        const int* counts, int /*num_ranks*/, int num_experts, int expert, int taker) const {
+        return counts[taker * num_experts + expert];
+    }
+};
+
+// The same by rates, [from][to] and not negative: the sum of all ranks' tokens times their links'.
+struct LinksByRate {
+    const int* rates;
+
+    FLASHMOE_PLACEMENT int64_t
+    operator()(const int* counts, int num_ranks, int num_experts, int expert, int taker) const {
+        int64_t sum = 0;
+        FLASHMOE_PLACEMENT_LOOP
+        for (int source = 0; source < num_ranks; ++source) {
+            sum +=
+                int64_t(counts[source * num_experts + expert]) * rates[source * num_ranks + taker];
+        }
+        return sum;
+    }
+};
+
 // `counts` are [source rank][expert] routes. Writes `sources`, [rank][expert], a bit for each
 // source rank whose tokens it computes; `scratch` has as many words, at least two ranks', and
 // `in_heads` a byte for each expert.
-template <class Team>
+template <class Team, class Links>
 FLASHMOE_PLACEMENT void popular(const int* counts,
                                 int num_ranks,
                                 int num_experts,
@@ -18,7 +42,9 @@ FLASHMOE_PLACEMENT void popular(const int* counts,
                                 uint8_t* sources,
                                 int* scratch,
                                 uint8_t* in_heads,
-                                Loads* loads) {
+                                Loads* loads,
+                                Links links) {
+    using Near = decltype(links(counts, 0, 0, 0, 0));
     const int local = num_experts / num_ranks;
     uint8_t* const rank_of = sources;  // [source rank][expert], until the end
     // Each rank's head: experts with together more than half of its routes, in descending order.
@@ -98,7 +124,7 @@ FLASHMOE_PLACEMENT void popular(const int* counts,
     FLASHMOE_PLACEMENT_LOOP
     for (int expert = 0; expert < num_experts; ++expert) num_cold += totals[expert] > 0;
     Team::sync();
-    // Each leaves a busy rank for the rank that has most of its tokens. Every thread of a group
+    // Each leaves a busy rank for the rank that is nearest to its tokens. Every thread of a group
     // computes the same.
     if (Team::group() == 0) {
         int rows[kMaxRanks], num_held[kMaxRanks];
@@ -118,13 +144,15 @@ FLASHMOE_PLACEMENT void popular(const int* counts,
                 is_busy |= rank == owner && int64_t(rows[rank]) * num_ranks > sum;
             }
             if (!is_busy) continue;
-            int taker = -1, most = -1;
+            int taker = -1;
+            Near most = -1;
             FLASHMOE_PLACEMENT_UNROLLED
             for (int rank = 0; rank < kMaxRanks; ++rank) {
                 const bool may_take = rank < num_ranks && rank != owner &&
                                       num_held[rank] < spare_slots &&
                                       int64_t(rows[rank] + total) * num_ranks <= sum;
-                const int near = may_take ? counts[rank * num_experts + expert] : -1;
+                const Near near =
+                    may_take ? links(counts, num_ranks, num_experts, expert, rank) : Near(-1);
                 if (near > most) most = near, taker = rank;
             }
             if (taker < 0) continue;

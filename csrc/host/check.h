@@ -340,14 +340,20 @@ inline int check_launch(const FlashMoEProblem* p, const FlashMoELaunch* launch) 
         return fail(FLASHMOE_BAD_ARGUMENT, "%d row blocks: wanted 0 to %lld",
                     launch->num_row_blocks, (long long)s.max_row_blocks());
     }
-    const bool has_rows = launch->num_row_blocks > 0;
-    FLASHMOE_TRY(check_pointer(launch->plan, true, "plan"));
-    return check_pointer(launch->rows, has_rows, "rows", 128);
+    return check_pointer(launch->plan, true, "plan");
+}
+
+// Checks the buffer of received rows, which a backward may lack.
+inline int check_rows(const FlashMoELaunch* launch, bool is_backward) {
+    const bool is_used =
+        launch->num_row_blocks > 0 and not(is_backward and launch->rows == nullptr);
+    return check_pointer(launch->rows, is_used, "rows", 128);
 }
 
 // Checks what else a pass of the layer reads and writes.
 inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
+    FLASHMOE_TRY(check_rows(launch, is_backward));
     const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;
     // A forward may keep no pre-activations, a backward needs them.
     const bool has_preact = has_rows and (is_backward or launch->preact != nullptr);

@@ -373,6 +373,8 @@ int set_weight_grads(const FlashMoEProblem* p,
     grads.maps = static_cast<const CUtensorMap*>(grad_table);
     grads.pointers = reinterpret_cast<void* const*>(static_cast<const char*>(grad_table) +
                                                     grad_pointers_begin(s));
+    grads.wanted =
+        reinterpret_cast<const int*>(static_cast<const char*>(grad_table) + wanted_grads_begin(s));
     grads.dtype = Dtype(grads_dtype);
     grads.accumulate = accumulate;
     grads.number = number;
@@ -387,6 +389,7 @@ int set_weight_grads(const FlashMoEProblem* p,
               {&product[0].right, args->act, s.intermediate},
               {&product[1].left, args->dpre, s.fc1_rows()},
               {&product[1].right, static_cast<char*>(launch->rows), s.hidden}}) {
+            if (matrix == nullptr) continue;
             FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
         }
     }
@@ -563,6 +566,7 @@ int gather(const FlashMoEProblem* problem,
            const void* x) {
     FLASHMOE_TRY(check_group(problem, group));
     FLASHMOE_TRY(check_launch(problem, launch_args));
+    FLASHMOE_TRY(check_rows(launch_args, false));
     FLASHMOE_TRY(check_pointer(x, launch_args->num_tokens > 0, "x"));
     auto args =
         layer_args<LayerArgs>(problem, group, launch_args->plan, x, launch_args->num_tokens);

@@ -91,16 +91,29 @@ int encode_grads(const FlashMoEProblem* problem,
     }
     const Shape s = shape_of(problem);
     const int experts = s.num_local_slots();
+    const auto is_used = [&](const void* grad, int i) {
+        return grad != nullptr or s.is_spare(i % experts);
+    };
     for (int i = 0; i < s.num_matrices(); ++i) {
-        FLASHMOE_TRY(check_pointer(grads[i], true, "a weight's gradient"));
+        FLASHMOE_TRY(check_pointer(grads[i], is_used(grads[i], i), "a weight's gradient"));
+    }
+    for (int i = 0; i < experts and s.is_split; ++i) {
+        if ((grads[i] == nullptr) != (grads[experts + i] == nullptr)) {
+            return fail(FLASHMOE_BAD_ARGUMENT,
+                        "gradients of the gate at %p and of the up rows at %p in slot %d: wanted "
+                        "both or none",
+                        grads[i], grads[experts + i], i);
+        }
     }
     for (int i = 0; i < 2 * experts and bias_grads != nullptr; ++i) {
-        FLASHMOE_TRY(check_pointer(bias_grads[i], true, "a bias's gradient", size_of(grads_dtype)));
+        FLASHMOE_TRY(check_pointer(bias_grads[i], is_used(bias_grads[i], i), "a bias's gradient",
+                                   size_of(grads_dtype)));
     }
     memset(grad_table, 0, grad_table_bytes(s));
     char* const pointers = static_cast<char*>(grad_table) + grad_pointers_begin(s);
     for (int i = 0; i < s.num_matrices(); ++i) {
         memcpy(pointers + i * sizeof(void*), &grads[i], sizeof(void*));
+        if (grads[i] == nullptr) continue;
         if (Dtype(grads_dtype) != Dtype::kFloat32 and not s.is_spare(i % experts)) continue;
         const bool is_fc1 = i < s.num_fc1();
         int rows = is_fc1 ? s.fc1_rows() / (s.is_split ? 2 : 1) : s.hidden;
@@ -113,6 +126,14 @@ int encode_grads(const FlashMoEProblem* problem,
     if (bias_grads != nullptr) {
         memcpy(pointers + s.num_matrices() * sizeof(void*), bias_grads,
                2 * experts * sizeof(void*));
+    }
+    int* wanted = reinterpret_cast<int*>(static_cast<char*>(grad_table) + wanted_grads_begin(s));
+    for (void* const* of_slots : {grads + s.num_fc1(), grads}) {
+        for (int nth = 0; nth < experts; ++nth) {  // spare slots come first
+            const int slot = (s.num_local_experts() + nth) % experts;
+            if (of_slots[slot] != nullptr) wanted[++wanted[0]] = slot;
+        }
+        wanted += 1 + experts;
     }
     return FLASHMOE_OK;
 }

@@ -16,12 +16,16 @@ inline uint64_t weight_table_bytes(const Shape& s) {
 }
 
 // A table of gradients: TMA descriptors of all matrices in all slots, then where these are, then
-// both biases.
+// both biases, then for fc2 and for fc1 a count of the slots whose gradient is wanted, and the
+// slots.
 inline uint64_t grad_pointers_begin(const Shape& s) {
     return sizeof(CUtensorMap) * s.num_matrices();
 }
-inline uint64_t grad_table_bytes(const Shape& s) {
+inline uint64_t wanted_grads_begin(const Shape& s) {
     return grad_pointers_begin(s) + sizeof(void*) * (s.num_matrices() + 2 * s.num_local_slots());
+}
+inline uint64_t grad_table_bytes(const Shape& s) {
+    return wanted_grads_begin(s) + 2 * sizeof(int) * (1 + s.num_local_slots());
 }
 
 }  // namespace flashmoe

@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 19
+#define FLASHMOE_ABI_VERSION 20
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -189,8 +189,9 @@ FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
 
 /* Writes the table of where a backward's gradients go into host memory.
  *   grads        gradients of the weights in all local slots, all of fc1, then all of fc2: in the
- *                order and laid out as the weights are, and 16-byte aligned
- *   bias_grads   the same for their biases; or NULL
+ *                order and laid out as the weights are, and 16-byte aligned. NULL for a weight of
+ *                a local expert: none is computed; split, for both its gate and its up rows
+ *   bias_grads   the same for their biases; or NULL where the experts have none
  *   grads_dtype  the dtype of those of the local experts: float32 or the problem's; those in spare
  *                slots are float32 */
 FLASHMOE_EXPORT int flashmoe_encode_grads(const FlashMoEProblem* problem,
@@ -250,7 +251,8 @@ typedef struct {
     const void* biases;      /* device, 16-byte aligned biases: for each local slot a pointer to
                                 fc1's biases [fc1_rows], then to fc2's [hidden]; or NULL */
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
-                         or by flashmoe_gather, read by a backward */
+                         or by flashmoe_gather, read by a backward for fc1's gradients; NULL if it
+                         computes none of them, neither of local experts nor in spare slots */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its
                          backward; NULL if none will follow */
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from flashmoe_megatron.checks import (
 from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError, reason_of
 from flashmoe_megatron.kernel import bindings, ops
-from flashmoe_megatron.kernel.gradients import UniformGrads, lend
+from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import check_slots_fit, transient_blocks
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
@@ -40,7 +41,7 @@ from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.telemetry.record import LaunchRecord
-from flashmoe_megatron.weights import ExpertWeights, WeightGrad
+from flashmoe_megatron.weights import ExpertWeights
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -441,11 +442,13 @@ class KernelBackend(Backend):
             )
         if preact is None:
             return out, self._header_of(pending.plan) if given.followed else None
-        keeps_rows = self.keep != "preactivations"
+        fetches = self.keep == "preactivations"
         saved = SavedForward(
             plan=pending.plan,
-            rows=rows if keeps_rows else None,
-            x=None if keeps_rows else given.x,
+            # The experts in spare slots may be trained on other ranks.
+            rows=rows if not fetches and (given.trains_fc1 or self.spare_slots) else None,
+            # All ranks fetch rows again, though one may not need them.
+            x=given.x if fetches and (given.trains_fc1 or self.config.num_ranks > 1) else None,
             preact=preact,
             num_row_blocks=blocks,
             num_tokens=given.x.shape[0],
@@ -490,14 +493,12 @@ class KernelBackend(Backend):
             tables = self._use_weights(weights)
             check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
             try:
-                written, table = self._use_grads(lend(grads, weights))
+                written, table = self._use_grads(grads)
                 is_void = False
             except ShapeError as error:
                 if self._is_alone:
                     raise
-                written, table = self._use_grads(
-                    lend(self._for_nobody(error, weights, grads), weights)
-                )
+                written, table = self._use_grads(self._for_nobody(error, weights, grads))
                 is_void = True
         problem = self._prepare()
         with self.memory.promised:
@@ -505,10 +506,10 @@ class KernelBackend(Backend):
             addresses = _addresses(problem, self.memory.open())
             number = self.memory.early_fc2.next_backward()
             blocks, rows = saved.num_row_blocks, saved.rows
-            if rows is None:
-                assert saved.x is not None
+            if saved.x is not None:
                 rows = self._empty(blocks * self._sizes.row_block_bytes)
                 ops.gather(saved.x, saved.plan, rows, blocks, *addresses)
+            dtype, accumulate = written.form or (self._dtype, False)
             scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
             grad_x = torch.empty_like(grad_out)
             grad_probs = torch.empty(
@@ -526,8 +527,8 @@ class KernelBackend(Backend):
                 grad_probs,
                 table,
                 blocks,
-                ops.dtype_code(written.grads[0].buffer.dtype),
-                written.grads[0].accumulate,
+                ops.dtype_code(dtype),
+                accumulate,
                 number,
                 saved.layer,
                 *addresses,
@@ -539,8 +540,8 @@ class KernelBackend(Backend):
             grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
-    def _use_grads(self, targets: list[WeightGrad]) -> tuple[UniformGrads, torch.Tensor]:
-        grads = UniformGrads(targets)
+    def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
+        grads = UniformGrads(list(itertools.chain(*targets)))
         table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
         return grads, table
 

@@ -5,27 +5,8 @@ from operator import attrgetter, itemgetter
 
 import torch
 
-from flashmoe_megatron.call import Grads
 from flashmoe_megatron.config import ALIGNMENT_BYTES
-from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
-
-
-def lend(grads: Grads, weights: ExpertWeights) -> list[WeightGrad]:
-    """Gives frozen weights buffers of this call, since the kernel computes all gradients."""
-    kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
-    found: list[WeightGrad] = []
-    for targets, tensors, num_dims in zip(
-        grads, kinds, (MATRIX, MATRIX, VECTOR, VECTOR), strict=True
-    ):
-        if None not in targets:
-            found += filter(None, targets)
-            continue
-        for target, one in zip(targets, unstacked(tensors, num_dims), strict=True):
-            if target is None:
-                room = torch.empty(one.shape, dtype=one.dtype, device=one.device)
-                target = WeightGrad(room, accumulate=False)
-            found.append(target)
-    return found
+from flashmoe_megatron.weights import WeightGrad
 
 
 class UniformGrads:
@@ -35,11 +16,22 @@ class UniformGrads:
     parameters have a ``main_grad`` and others, as frozen ones, have none; gradients that are not of
     the widest kind then get a buffer of it, for the length of the call. So do gradients that do not
     begin at a multiple of 16 bytes, as a ``main_grad`` that Megatron lays after one of odd length.
+
+    Attributes:
+        grads: The gradients, ``None`` where none is wanted.
     """
 
-    def __init__(self, grads: Sequence[WeightGrad]) -> None:
+    def __init__(self, grads: Sequence[WeightGrad | None]) -> None:
         self.grads = list(grads)
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
+        places: Sequence[int] = range(len(grads))
+        wanted = list(filter(None, grads))
+        if len(wanted) < len(grads):
+            places = [place for place, grad in enumerate(grads) if grad is not None]
+        if wanted:
+            self._make_uniform(wanted, places)
+
+    def _make_uniform(self, grads: Sequence[WeightGrad], places: Sequence[int]) -> None:
         # Loops in C: this runs before a launch, over two weights of each expert.
         buffers = list(map(itemgetter(0), grads))
         dtypes, adds = set(map(attrgetter("dtype"), buffers)), set(map(itemgetter(1), grads))
@@ -54,13 +46,19 @@ class UniformGrads:
             aligned and (grad.buffer.dtype, grad.accumulate) == (dtype, True)
             for grad, aligned in zip(grads, is_aligned, strict=True)
         )
-        for index, (grad, aligned) in enumerate(zip(grads, is_aligned, strict=True)):
+        for index, grad, aligned in zip(places, grads, is_aligned, strict=True):
             if aligned and (grad.buffer.dtype, grad.accumulate) == (dtype, accumulate):
                 continue
             make = torch.zeros_like if accumulate else torch.empty_like
             buffer = make(grad.buffer, dtype=dtype, memory_format=torch.contiguous_format)
             self.grads[index] = WeightGrad(buffer, accumulate)
             self._lent.append((grad, buffer))
+
+    @property
+    def form(self) -> tuple[torch.dtype, bool] | None:
+        """Their dtype, and whether they are added; ``None`` if no gradient is wanted."""
+        first = next(filter(None, self.grads), None)
+        return None if first is None else (first.buffer.dtype, first.accumulate)
 
     @property
     def are_own(self) -> bool:

@@ -33,7 +33,7 @@ for _schema in (
     " -> ()",
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
     " -> ()",
-    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor rows,"
+    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor? rows,"
     " Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
     " Tensor grad_table, int num_row_blocks, int grads_dtype, bool accumulate, int number,"
     " int layer, int problem, int group) -> ()",
@@ -187,7 +187,7 @@ def _backward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     preact: torch.Tensor,
     scratch: torch.Tensor,
     grad_x: torch.Tensor,

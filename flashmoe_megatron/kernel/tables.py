@@ -95,7 +95,7 @@ class AddressTables:
 
     def of_grads(
         self,
-        grads: Sequence[WeightGrad],
+        grads: Sequence[WeightGrad | None],
         dtype: torch.dtype,
         problem: bindings.FlashMoEProblem,
         sizes: bindings.FlashMoESizes,
@@ -103,19 +103,22 @@ class AddressTables:
         """The table of where gradients go.
 
         They are those of all fc1, then of all fc2, then of their biases in the same order if there
-        are any; all of one dtype, and all added or all written. The dtype is the weights'; see
-        :meth:`of_weights` for the others.
+        are any; all of one dtype, and all added or all written. If any is not wanted, which is
+        ``None``, each is one expert's. The dtype is the weights'; see :meth:`of_weights` for the
+        others.
 
         Raises:
             ShapeError: The kernel cannot write one of them, or they are not one for each weight.
         """
         num_weights = (3 if problem.is_split else 2) * self._config.num_local_experts
-        grads_dtype, addresses = grads[0].buffer.dtype, self._addresses(grads, num_weights)
+        first = next(filter(None, grads), None)
+        grads_dtype = dtype if first is None else first.buffer.dtype
+        addresses = self._addresses(grads, num_weights)
         heap = self._heap(problem)
         key = (problem.is_transposed, problem.is_split, grads_dtype, heap, *addresses)
         table = self._of_grads.get(key)
         if table is None:
-            for grad in grads:
+            for grad in filter(None, grads):
                 check_kernel_tensor(
                     "weight gradient", grad.buffer, self._device, torch.float32, dtype
                 )
@@ -134,7 +137,8 @@ class AddressTables:
                 host.data_ptr(),
             )
             table = self._upload(host)
-            if grads[0].accumulate:  # main_grad stays where it is; ordinary gradients do not
+            # Memory that gradients are added to stays where it is; other buffers do not.
+            if first is None or first.accumulate:
                 self._remember(self._of_grads, key, table)
         return table
 
@@ -167,15 +171,18 @@ class AddressTables:
             bindings.call("slot", problem, self._memory.own_heap, number, slots[-1])
         return slots
 
-    def _addresses(self, grads: Sequence[WeightGrad], num_weights: int) -> list[int]:
-        """The addresses where experts' gradients begin, also within stacks."""
+    def _addresses(self, grads: Sequence[WeightGrad | None], num_weights: int) -> list[int]:
+        """The addresses where experts' gradients begin, also within stacks; 0: none is wanted."""
         num_biases = 2 * self._config.num_local_experts
-        buffers = list(map(itemgetter(0), grads))
+        wanted = list(filter(None, grads))
+        buffers = list(map(itemgetter(0), wanted))
         dims = list(map(torch.Tensor.dim, buffers))
-        if dims == [MATRIX] * num_weights + [VECTOR] * (len(dims) - num_weights):  # no stacks
+        if len(wanted) < len(grads):
+            addresses = [0 if grad is None else grad.buffer.data_ptr() for grad in grads]
+        elif dims == [MATRIX] * num_weights + [VECTOR] * (len(dims) - num_weights):  # no stacks
             addresses = list(map(torch.Tensor.data_ptr, buffers))
         else:
-            addresses = self._addresses_in_stacks(grads, num_weights)
+            addresses = self._addresses_in_stacks(wanted, num_weights)
         if len(addresses) not in (num_weights, num_weights + num_biases):
             raise ShapeError(
                 f"{len(addresses)} gradients of weights and biases, wanted {num_weights} of "
@@ -195,7 +202,9 @@ class AddressTables:
                 addresses += range(begin, begin + len(buffer) * num_bytes, num_bytes)
         return addresses
 
-    def _check_sizes(self, grads: Sequence[WeightGrad], problem: bindings.FlashMoEProblem) -> None:
+    def _check_sizes(
+        self, grads: Sequence[WeightGrad | None], problem: bindings.FlashMoEProblem
+    ) -> None:
         """Refuses gradients that end elsewhere than their weights."""
         config, experts = self._config, self._config.num_local_experts
         matrix = config.hidden * config.intermediate
@@ -209,6 +218,9 @@ class AddressTables:
         ]
         count = 0
         for grad in grads:
+            if grad is None:
+                count += 1
+                continue
             size, num_dims = wanted[count]
             stacked = len(grad.buffer) if grad.buffer.dim() > num_dims else 1
             if grad.buffer.numel() != stacked * size:

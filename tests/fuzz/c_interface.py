@@ -408,7 +408,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": 2 * 128 * matrices * slots + (8 * matrices * local if spare else 0),
-        "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots,
+        "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots + 8 * (1 + slots),
         "row_block_bytes": 256 * hidden,
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [

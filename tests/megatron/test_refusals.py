@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 
 from flashmoe_megatron.adapters import megatron as adapter
+from flashmoe_megatron.adapters.megatron import settings as current
 from flashmoe_megatron.adapters.megatron import shape
 from flashmoe_megatron.adapters.megatron.config.computation import (
     activation_of,
@@ -54,7 +56,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "use expert_fc1 and moe_act",
     ),
     ({"cpu_offloading": True}, "--cpu-offloading", "recompute"),
-    ({"batch_invariant_mode": True}, "--batch-invariant-mode", "alltoall"),
+    (
+        {"batch_invariant_mode": True, "moe_expert_capacity_factor": 1.0},
+        "--batch-invariant-mode",
+        "leave out spare slots, capacity factors .* alltoall",
+    ),
     (
         {"cuda_graph_impl": "local"},
         "CUDA graph",
@@ -189,6 +195,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"moe_mlp_glu_interleave_size": 1},
     {"moe_mlp_glu_interleave_size": 32},
     {"use_te_activation_func": True, "activation_func": F.gelu},
+    {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash},
 ]
 
 
@@ -225,6 +232,28 @@ def test_newer_settings_are_refused(setting: dict[str, Any], words: str) -> None
 def test_configuration_is_accepted(setting: dict[str, Any]) -> None:
     config = transformer_config(Layout(), "flashmoe", **setting)
     assert config.moe_token_dispatcher_type == "flashmoe"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_refused"),
+    [
+        ({"spare_slots": 1}, True),
+        ({"spare_slots": 1, "placement": "off"}, False),
+        ({"backend": "scheduled"}, True),
+        ({"backend": "reference"}, False),
+    ],
+    ids=str,
+)
+def test_batch_invariance_beside_options(
+    options: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current, "_chosen", Settings(**options))
+    setting = {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash}
+    if not is_refused:
+        transformer_config(Layout(), "flashmoe", **setting)
+        return
+    with pytest.raises(ConfigError, match=r"--batch-invariant-mode .*: leave out spare slots"):
+        transformer_config(Layout(), "flashmoe", **setting)
 
 
 @pytest.mark.parametrize(

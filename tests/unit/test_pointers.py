@@ -73,9 +73,7 @@ def test_a_forward_refuses(name: str, address: int):
     assert sentence.startswith(f"{name} is at ")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "address"), [(FLOAT32, 0), (FLOAT32, 2), (BFLOAT16, 0), (BFLOAT16, 1)]
-)
+@pytest.mark.parametrize(("dtype", "address"), [(FLOAT32, 2), (BFLOAT16, 1)])
 def test_a_table_refuses_a_gradient_of_a_bias(dtype: int, address: int):
     sizes = bindings.FlashMoESizes()
     bindings.call("sizes", problem(), sizes)

@@ -37,7 +37,9 @@ __global__ __launch_bounds__(kAddThreads, 2)  //
             const int64_t count = part_elements(s, part) / (part == 0 and s.is_split ? 2 : 1);
             auto* to = static_cast<Grad*>(
                 args.weight_grads.pointers[kind * s.num_local_slots() + expert.local]);
-            if (part == 0) {
+            if (to == nullptr) {
+                // The owner wants none.
+            } else if (part == 0) {
                 add_fours<4>(to, from, thread, count / 4, step);
             } else if (part >= 2 and args.biases[0] != nullptr) {  // may begin at any element
                 for (int64_t i = thread; i < count; i += step) to[i] = Grad(float(to[i]) + from[i]);

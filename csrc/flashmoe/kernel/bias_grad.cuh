@@ -14,7 +14,7 @@ struct BiasGradArgs {
     // fc1, then fc2.
     const char* rows[2];  // [row][width]: the gradient of fc1's output, dY
     int width[2];
-    void* const* grads[2];  // device: by local expert
+    void* const* grads[2];  // device: by local expert; null: not wanted
     bool accumulate;
     const PlanHeader* first_plan;  // LayerArgs::first_plan
 };
@@ -27,6 +27,7 @@ __global__ __launch_bounds__(kBiasGradThreads)  //
     constexpr int kWarps = kBiasGradThreads / 32;
     __shared__ float sums[kWarps][kBiasGradColumns];
     const int which = blockIdx.z, expert = blockIdx.y, width = args.width[which];
+    if (args.grads[which][expert] == nullptr) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int column = blockIdx.x * kBiasGradColumns + lane * 8;
     const int64_t first = int64_t(args.plan.expert_block[expert]) * BLOCK_M;

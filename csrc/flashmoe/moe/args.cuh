@@ -122,11 +122,13 @@ struct WeightGradProduct {
 struct WeightGrads {
     WeightGradProduct product[2];  // fc2, fc1
     const CUtensorMap* maps;       // device, in the order of the weights'; float32 alone
-    void* const* pointers;         // device: the same, then those of the biases
-    Dtype dtype;                   // of the own experts': float32, or the tokens'
-    bool accumulate;               // whether they are added; those of spare slots are float32, and
-                                   // written
-    uint64_t number;  // this backward's, written to Workspace::fc2_grads; 0: none is written
+    void* const* pointers;         // device: the same, then those of the biases; null: not wanted
+    const int* wanted;  // device: of fc2, then of fc1, the number of slots whose gradient
+                        // is wanted, and these slots in the order of their tiles
+    Dtype dtype;        // of the own experts': float32, or the tokens'
+    bool accumulate;    // whether they are added; those of spare slots are float32, and
+                        // written
+    uint64_t number;    // this backward's, written to Workspace::fc2_grads; 0: none is written
 };
 
 struct BackwardArgs : LayerArgs {

@@ -130,6 +130,7 @@ __device__ __forceinline__ void add_fc2_replicas(const BackwardArgs& args) {
             const PulledExpert expert(args, place);
             const float* from = expert.from + part_elements(s, 0);
             void* to = args.weight_grads.pointers[s.num_fc1() + expert.local];
+            if (to == nullptr) continue;
             if (args.weight_grads.dtype == Dtype::kFloat32) {
                 add_fours<8>(static_cast<float*>(to), from, first + lane, end, 32);
             } else {

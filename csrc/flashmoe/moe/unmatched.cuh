@@ -34,9 +34,10 @@ __device__ __forceinline__ void spoil_weight_grads(const BackwardArgs& args) {
     const int element_bytes = args.weight_grads.dtype == Dtype::kFloat32 ? 4 : kElementBytes;
 #pragma unroll 1
     for (int i = 0; i < s.num_matrices(); ++i) {
-        if (s.is_spare(i % s.num_local_slots())) continue;
+        void* const grad = args.weight_grads.pointers[i];
+        if (grad == nullptr or s.is_spare(i % s.num_local_slots())) continue;
         const int64_t elements = i < s.num_fc1() ? fc1_elements : fc2_elements;
-        fill_with_nan(args.weight_grads.pointers[i], elements * element_bytes);
+        fill_with_nan(grad, elements * element_bytes);
     }
 }
 

@@ -6,7 +6,7 @@
 // says so to a stream that waits for them alone, such as their reduction over data-parallel ranks.
 // With spare slots it comes once owners have added the gradients in those slots (slot_grads.cuh).
 // Tiles of spare slots come first within a product, so that owners can fetch fc2's while the own
-// experts' are multiplied.
+// experts' are multiplied. A gradient that is not wanted, as of a frozen weight, has no tiles.
 #pragma once
 
 #include "flashmoe/moe/args.cuh"
@@ -27,28 +27,19 @@ __device__ __forceinline__ const WeightGradProduct& product_of(const BackwardArg
     return args.weight_grads.product[tile.gemm - kFirstWeightGrad];
 }
 
-// The slots in the order of their tiles.
-__device__ __forceinline__ int nth_slot(const BackwardArgs& args, int nth) {
-    if constexpr (kHasReplicas) {
-        const int slot = args.first_spare + nth, num_slots = args.shape.num_local_slots();
-        return slot < num_slots ? slot : slot - num_slots;
-    } else {
-        return nth;
-    }
-}
-
 // Ticket -> pair of tiles; an expert's pairs stay together.
 __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, int ticket) {
+    const int* wanted = args.weight_grads.wanted;
     for (int which = 0; which < 2; ++which) {
         const WeightGradProduct& product = args.weight_grads.product[which];
         const protocol::BandOrder order{ceil_div(product.num_out, kClusterSize * BLOCK_M),
                                         ceil_div(product.num_in, BLOCK_N)};
         const int per_expert = order.num_m * order.num_n;
-        const int tiles = args.shape.num_local_slots() * per_expert;
+        const int tiles = __ldg(wanted) * per_expert;
         if (ticket < tiles) {
             const protocol::BandOrder::Place place = order.at(ticket % per_expert);
             return {int16_t(kFirstWeightGrad + which),
-                    int16_t(nth_slot(args, ticket / per_expert)),
+                    int16_t(__ldg(wanted + 1 + ticket / per_expert)),
                     Pair::kAlongM,
                     kClusterSize * kNumProcessors,
                     false,
@@ -57,6 +48,7 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
                     place.n};
         }
         ticket -= tiles;
+        wanted += 1 + args.shape.num_local_slots();
     }
     return TileInfo::nothing(TileInfo::kNoTile);
 }

@@ -213,6 +213,18 @@ def _is_scheduled(config: Any) -> bool:
     return bool(kind == "scheduled")
 
 
+def _depends_on_the_batch(config: Any) -> bool:
+    """Tells whether batch invariance is asked for where a token's bits depend on other tokens.
+
+    Replicas change who sums a token's results, and capacities which of them there are. The
+    scheduled backend has torch's grouped products.
+    """
+    if not is_set("batch_invariant_mode")(config):
+        return False
+    has_slots = current_value("spare_slots") and current_value("placement") != "off"
+    return bool(has_slots or config.moe_expert_capacity_factor is not None or _is_scheduled(config))
+
+
 CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "fp4",
@@ -288,8 +300,9 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "batch_invariant_mode",
         "--batch-invariant-mode",
-        is_set("batch_invariant_mode"),
-        "leave it out or use the alltoall dispatcher",
+        _depends_on_the_batch,
+        "leave out spare slots, capacity factors and the scheduled backend, which make a token's "
+        "bits depend on other tokens, or use the alltoall dispatcher",
     ),
     Refusal(
         "cuda_graph_impl",

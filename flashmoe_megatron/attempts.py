@@ -62,9 +62,17 @@ class Attempts:
         """Tells whether some rows had no room."""
         return any(isinstance(error, RowBoundError) for error in self.errors)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Tells that a bound that is to be measured has not been, and is not being measured."""
+        return not (self.blocks or self.is_exact)
+
     def bound(self, blocks: int | None) -> int | None:
-        """Returns the blocks that buffers hold now, by their own bound; ``None`` if as needed."""
-        return None if blocks is None or self.is_exact else max(blocks, self.blocks)
+        """Returns the blocks that buffers hold now, by their own bound; ``None`` if as needed.
+
+        Their own bound is 0 where it is to be measured.
+        """
+        return None if blocks is None or self.is_exact else max(blocks, self.blocks) or None
 
     def note(self, blocks: int) -> None:
         """Notes the blocks that a rank has received in exact buffers."""

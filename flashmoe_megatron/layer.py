@@ -27,7 +27,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
-from flashmoe_megatron.options import BackendKind, BackendOptions
+from flashmoe_megatron.options import NOT_MEASURED, BackendKind, BackendOptions
 from flashmoe_megatron.own_router import fusable_weight, logits_of
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
@@ -687,6 +687,8 @@ def _check_arguments(
             resolve_kind(backend, here, dtype)
         if options.get("placement") == "lookahead":
             raise BackendOptions.refusal("placement", "lookahead", ONLY_IN_MEGATRON)
+        if options.get("row_bound") == "auto":
+            raise BackendOptions.refusal("row_bound", "auto", NOT_MEASURED)
     elif options:
         raise ConfigError(f"{', '.join(options)} beside a backend that is given: wanted its own")
     elif backend.config != config:

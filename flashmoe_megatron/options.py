@@ -34,6 +34,9 @@ BackendKind = Literal["auto", "kernel", "scheduled", "reference"]
 ExchangeKind = Literal["auto", "direct", "copies", "2dh"]
 MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
+RowBound = float | Literal["auto"]
+NOT_MEASURED = "wanted a number, since only iterations of Megatron are measured and repeated"
+"""The refusal of an ``auto`` row bound elsewhere."""
 
 
 class Rule(NamedTuple):
@@ -77,6 +80,22 @@ def number(what: str, *, least: float, most: float, metavar: str) -> Rule:
         return None if is_number(value, least=least, most=most) else f"wanted {what}"
 
     return Rule(wanted, {"type": float, "metavar": metavar})
+
+
+def number_or_auto(what: str, *, least: float, most: float, metavar: str) -> Rule:
+    """A number in a range, which ``what`` describes, or the word "auto"."""
+
+    def wanted(value: Any) -> str | None:
+        is_good = value == "auto" or is_number(value, least=least, most=most)
+        return None if is_good else f"wanted auto or {what}"
+
+    def read(text: str) -> RowBound:
+        try:
+            return "auto" if text == "auto" else float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: wanted auto or {what}") from None
+
+    return Rule(wanted, {"type": read, "metavar": metavar})
 
 
 def true_or_false() -> Rule:
@@ -162,9 +181,9 @@ class BackendOptions:
         "Multiprocessors that launches leave to NCCL, which runs concurrently with the kernel "
         "when gradients or parameters are exchanged.",
     )
-    row_bound: float | None = option(
+    row_bound: RowBound | None = option(
         None,
-        number(
+        number_or_auto(
             f"a number of at least 1, at most {MAX_ROW_BOUND:g}",
             least=1,
             most=MAX_ROW_BOUND,
@@ -172,7 +191,9 @@ class BackendOptions:
         ),
         "How many rows the buffers hold, as a multiple of the mean number of rows per rank. A "
         "rank that receives more raises an error, and nothing is ever dropped. With a bound the "
-        "layer is one launch that the host never waits for, and a CUDA graph can capture it.",
+        "layer is one launch that the host never waits for, and a CUDA graph can capture it. auto, "
+        "in Megatron, begins a training with exact buffers, and then bounds them by a tenth more "
+        "than they have needed.",
         unset="exact buffers, for which the host waits in every forward of training",
     )
     spare_slots: int = option(

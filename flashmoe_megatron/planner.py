@@ -6,6 +6,7 @@ Pure arithmetic on a layer's shape; needs neither torch nor a GPU.
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from flashmoe_megatron.config import (
     TILE_M,
@@ -294,14 +295,18 @@ def describe_hosts(config: MoEConfig, num_hosts: int, *, is_fixed: bool, overlap
     )
 
 
-def bounded_row_blocks(config: MoEConfig, row_bound: float) -> int:
-    """Blocks of 128 rows that a rank's buffers hold under a bound.
+def bounded_row_blocks(
+    config: MoEConfig, row_bound: float | Literal["auto"], spare_slots: int = 0
+) -> int:
+    """Blocks of 128 rows that a rank's buffers hold under a bound; 0 if it is to be measured.
 
     The bound is a multiple of the mean number of rows per rank, if every rank has ``max_tokens``
-    tokens. Every local expert may fill one block in part besides.
+    tokens. Every local expert and every spare slot may fill one block in part besides.
     """
+    if row_bound == "auto":
+        return 0
     rows = row_bound * config.max_tokens * config.topk
-    return math.ceil(rows / TILE_M) + config.num_local_experts
+    return math.ceil(rows / TILE_M) + config.num_local_experts + spare_slots
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,14 +262,19 @@ def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool
     host, for the launch: so exchanges get few, and launches leave them free.
 
     Raises:
-        ConfigError: There are spare slots; or launches overlap exchanges, although sizes are fixed
-            or too few multiprocessors are left to the exchanges.
+        ConfigError: There are spare slots, or the row bound is to be measured; or launches overlap
+            exchanges, although sizes are fixed or too few multiprocessors are left to these.
     """
     overlap = options.host_overlap
     if options.filled_slots:
         raise ConfigError(
             f"spare_slots={options.spare_slots} in an expert-parallel group over {num_hosts} "
             "hosts: wanted 0, or experts that one host's ranks share"
+        )
+    if options.row_bound == "auto":
+        raise ConfigError(
+            f"row_bound='auto' in an expert-parallel group over {num_hosts} hosts, whose steps are "
+            "not repeated: wanted a number, or no row_bound"
         )
     if overlap and options.row_bound is not None:
         raise ConfigError(

@@ -68,6 +68,13 @@ MUTATIONS = (
         "tests/megatron/test_repeat.py::test_every_tensor_is_that_of_a_larger_bound[inputs]",
     ),
     Mutation(
+        "a graph is captured before its row bound is measured",
+        "Iterations._measure",
+        "leave_graphs()",
+        "pass",
+        "tests/megatron/test_repeat.py::test_no_graph_is_captured_while_a_bound_is_measured",
+    ),
+    Mutation(
         "a backward waits for ranks that have put its error off",
         "Backend.backward",
         "isinstance(saved, NaNResult) and saved.is_put_off",
@@ -926,8 +933,8 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of replicas do not fit a bound that they are within",
-        "_row_block_bound",
-        "+ self.spare_slots",
+        "bounded_row_blocks",
+        "+ spare_slots",
         "",
         "tests/unit/test_in_step.py::test_a_bound_has_room_for_a_block_of_each_spare_slot",
     ),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from flashmoe_megatron.options import FrameworkOptions, unset_option
+from flashmoe_megatron.options import NOT_MEASURED, FrameworkOptions, unset_option
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 
 RANKS_AGREE = (
@@ -22,7 +22,9 @@ class ModuleOptions(FrameworkOptions):
     slice_gradients: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        """Refuses values without a meaning, and lookahead, since these modules see no attention."""
+        """Refuses values without a meaning, and what a module of experts alone cannot have."""
         super().__post_init__()
         if self.placement == "lookahead":
             raise self.refusal("placement", self.placement, ONLY_IN_MEGATRON)
+        if self.row_bound == "auto":
+            raise self.refusal("row_bound", self.row_bound, NOT_MEASURED)

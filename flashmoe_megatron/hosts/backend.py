@@ -147,7 +147,7 @@ class HostsBackend(Backend):
         every = grid.num_hosts * config.max_tokens
         first = every if self._is_fixed else tokens_within(config, grid.num_hosts)
         bound = options.row_bound
-        if bound is not None:
+        if isinstance(bound, float | int):  # auto has been refused
             bound *= config.topk / (grid.num_hosts * share.topk)
         self._options = OptionsWithin(**{**vars(options), "keep": self.keep, "row_bound": bound})
         self._remote_legs = options.host_overlap

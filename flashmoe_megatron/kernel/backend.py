@@ -649,8 +649,8 @@ class KernelBackend(Backend):
         """Blocks of rows that every buffer holds, or ``None`` to count them first."""
         most = int(self._sizes.max_row_blocks)
         if self.options.row_bound is not None:
-            blocks = bounded_row_blocks(self.config, self.options.row_bound) + self.spare_slots
-            return min(most, blocks)
+            bound = self.options.row_bound
+            return min(most, bounded_row_blocks(self.config, bound, self.spare_slots))
         return None if training else transient_blocks(self._sizes)
 
     def _bound_now(self, *, training: bool) -> int | None:

@@ -74,6 +74,8 @@ def run(options: argparse.Namespace) -> None:
     """
     if not 1 <= options.iterations <= MOST_ITERATIONS:
         raise ConfigError(f"--iterations {options.iterations}: wanted 1 to {MOST_ITERATIONS}")
+    if options.row_bound == "auto":
+        raise ConfigError("--row-bound auto: wanted the bound that the run will have, or none")
     if os.environ.get("WORLD_SIZE") != str(NUM_RANKS):
         raise ConfigError(
             f"{os.environ.get('WORLD_SIZE', 'no')} ranks, wanted {NUM_RANKS}: Oe = T(2) / T(N); "

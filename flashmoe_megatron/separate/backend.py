@@ -121,8 +121,8 @@ class SeparateBackend(Backend):
         self._exchange = exchange
         self._precision = precision_of(config)
         most_blocks = None
-        if options.row_bound is not None:  # every spare slot, too, may fill one block in part
-            most_blocks = bounded_row_blocks(config, options.row_bound) + options.filled_slots
+        if options.row_bound is not None:
+            most_blocks = bounded_row_blocks(config, options.row_bound, options.filled_slots)
         self._agreement = Agreement(
             config,
             ranks,

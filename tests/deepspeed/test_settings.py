@@ -46,8 +46,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"flashmoe": {"enabled": True, "timeout": "120"}}, r"flashmoe\.timeout is '120'"),
     ({"flashmoe": {"enabled": True, "timeout": True}}, r"flashmoe\.timeout is True"),
     (
+        {"flashmoe": {"enabled": True, "row_bound": "auto"}},
+        r"flashmoe\.row_bound is 'auto', wanted a number, since only iterations of Megatron",
+    ),
+    (
         {"flashmoe": {"enabled": True, "row_bound": 0.5}},
-        r"flashmoe\.row_bound is 0.5, wanted a number of at least 1",
+        r"flashmoe\.row_bound is 0.5, wanted auto or a number of at least 1",
     ),
     (
         {"flashmoe": {"enabled": True, "reserved_sms": -1}},

@@ -276,5 +276,7 @@ def test_unknown_options_are_refused() -> None:
         configure(max_token=3)
     with pytest.raises(ConfigError, match="placement='lookahead': wanted launch or off"):
         configure(spare_slots=1, placement="lookahead")
+    with pytest.raises(ConfigError, match="row_bound='auto': wanted a number, since only"):
+        configure(row_bound="auto")
     with pytest.raises(ConfigError, match="'metrics' is unknown"):
         configure(metrics="all")

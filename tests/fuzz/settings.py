@@ -160,7 +160,7 @@ def _check_options(options: dict[str, Any]) -> None:
     accepted = BackendOptions(**options)
     if not 1 <= int(accepted.timeout * 1e9) <= 2**62:
         raise AssertionError(f"a timeout of {accepted.timeout} s is no number of nanoseconds")
-    if accepted.row_bound is not None and not accepted.row_bound * 2**28 < 2**63:
+    if accepted.row_bound not in (None, "auto") and not accepted.row_bound * 2**28 < 2**63:
         raise AssertionError(f"{accepted.row_bound} times the mean is no number of rows")
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.options import RowBound
 from tests.distributed import RankPool
 from tests.forks import ForkServer
 from tests.megatron import harness
@@ -38,6 +39,7 @@ class Case:
     Attributes:
         crowded: Iterations in which all tokens of a micro-batch are the same one.
         evaluated: Iterations after which a crowded batch is evaluated.
+        measured: Iterations with exact buffers, if the bound is measured.
         room: How many times the rows of a repeat buffers hold afterwards; 0 leaves the bound.
         parallel: Settings of Megatron's DDP.
         save_to: The folder of a checkpoint after the last iteration.
@@ -46,11 +48,12 @@ class Case:
     """
 
     layout: Layout
-    row_bound: float | None = 1.0
+    row_bound: RowBound | None = 1.0
     steps: int = 4
     crowded: tuple[int, ...] = (1, 3)
     evaluated: tuple[int, ...] = ()
     micro_batches: int = 2
+    measured: int = 2
     room: float = 0.0
     config: dict[str, Any] = field(default_factory=dict)
     later: dict[str, Any] = field(default_factory=dict)
@@ -97,6 +100,7 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
     harness.forget_metrics()
     MTPLossLoggingHelper.tracker.clear()
     before, ATTEMPTS.blocks = iteration.ITERATIONS.num_repeats, 0
+    iteration.ITERATIONS._measured.clear()
     config = harness.transformer_config(
         case.layout,
         "flashmoe",
@@ -158,7 +162,8 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
         losses.extend(float(one["loss"]) for one in reduced)
 
     limit = case.most_in_a_row or iteration.MOST_IN_A_ROW
-    with mock.patch.multiple(iteration, ROOM=case.room, MOST_IN_A_ROW=limit):
+    constants = {"ROOM": case.room, "MOST_IN_A_ROW": limit, "MEASURED": case.measured}
+    with mock.patch.multiple(iteration, **constants):
         for step in range(case.steps):
             keeps_gradients = case.wrong == "gradients" or (case.wrong, step) == ("later", 1)
             for chunk in () if keeps_gradients else model:

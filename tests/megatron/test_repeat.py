@@ -49,6 +49,7 @@ ON_TWO_RANKS = {
         parallel=OVERLAP,
         evaluated=(2,),
     ),
+    "measured": Case(EP2, row_bound="auto", room=0.8, crowded=(2,), evaluated=(0, 3)),
     "inputs": Case(
         EP2,
         settings={"keep": "inputs"},
@@ -138,6 +139,16 @@ def test_repeats_in_a_row_have_a_limit(two_ranks: RankPool) -> None:
         assert not told
 
 
+@pytest.mark.parametrize("wrong", ["batches", "gradients"])
+def test_a_bound_is_not_measured_where_nothing_can_be_repeated(
+    wrong: str, two_ranks: RankPool
+) -> None:
+    for said, told in two_ranks.run(ends, Case(EP2, row_bound="auto", wrong=wrong)):
+        assert said.startswith("ConfigError: --flashmoe-row-bound auto: an iteration cannot be")
+        assert said.endswith("wanted a number, or no bound")
+        assert not told
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -161,6 +172,13 @@ def test_a_mistake_of_one_iteration_ends_the_run(two_ranks: RankPool) -> None:
     """A loop that was all right in its first iteration."""
     for said, _ in two_ranks.run(ends, Case(EP2, crowded=(1, 2, 3), wrong="later")):
         assert said.startswith("RowBoundError: rank ")
+        assert "(gradients of earlier calls would be lost: wanted" in said
+
+
+def test_a_mistake_behind_a_measured_iteration_ends_the_run(two_ranks: RankPool) -> None:
+    """Iterations that measure leave gradients, too."""
+    case = Case(EP2, row_bound="auto", measured=1, room=0.5, crowded=(1, 2, 3), wrong="later")
+    for said, _ in two_ranks.run(ends, case):
         assert "(gradients of earlier calls would be lost: wanted" in said
 
 
@@ -334,6 +352,44 @@ def test_a_graph_is_dropped_and_captured_later(two_ranks: RankPool) -> None:
         ]
 
 
+def measured_iterations(group: dist.ProcessGroup) -> list[Any]:
+    """Numbers by which Megatron knows when to capture, and the bound after each iteration."""
+
+    class FullCudaGraphWrapper:
+        curr_iteration: ClassVar[dict[str, int]] = {"training": 0, "validation": 0}
+        cuda_graph: ClassVar[dict[str, Any]] = {"training": None, "validation": None}
+        result: ClassVar[dict[str, Any]] = {}
+
+        def __call__(self, **arguments: Any) -> tuple[int, bool]:
+            number = self.curr_iteration["training"]
+            iteration.ATTEMPTS.note(dist.get_rank(group) + number + 21)
+            self.curr_iteration["training"] += 1
+            return number, iteration.ATTEMPTS.is_exact
+
+    module = ModuleType("full_cuda_graph")
+    module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
+    schedule.patch_full_graph(module)
+    model, found = repeats.zeroed_chunk(), []
+    iteration.ATTEMPTS.blocks = 0
+    with (
+        mock.patch.object(iteration, "_has_bound", return_value=True),
+        mock.patch.object(iteration, "_is_measured", return_value=True),
+        mock.patch.object(iteration, "MEASURED", 2),
+    ):
+        step = FullCudaGraphWrapper()
+        for _ in range(4):
+            model.zero_grad_buffer()
+            done = step(model=[model], data_iterator=None, forward_only=False)
+            found.append((*done, iteration.ATTEMPTS.blocks))
+    return found
+
+
+def test_no_graph_is_captured_while_a_bound_is_measured(two_ranks: RankPool) -> None:
+    """Megatron begins to count its iterations of warm-up when buffers have a size."""
+    for found in two_ranks.run(measured_iterations):
+        assert found == [(-1, True, 0), (-1, True, 24), (0, False, 24), (1, False, 24)]
+
+
 def without_memory(group: dist.ProcessGroup) -> str:
     """The error of a repeat whose exact buffers do not fit."""
 
@@ -351,8 +407,8 @@ def without_memory(group: dist.ProcessGroup) -> str:
 
 def test_exact_buffers_that_do_not_fit_are_an_error(two_ranks: RankPool) -> None:
     for said in two_ranks.run(without_memory):
-        assert said.startswith("RowBoundError: an iteration had more rows than the row bound")
-        assert "raise --flashmoe-row-bound" in said
+        assert said.startswith("RowBoundError: an iteration is repeated with exact buffers")
+        assert "pass a number for --flashmoe-row-bound" in said
         assert said.endswith("make micro-batches smaller: tried to allocate 9 GiB")
 
 

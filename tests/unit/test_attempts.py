@@ -40,7 +40,9 @@ def test_bounds_grow_and_are_off_in_exact_buffers() -> None:
         attempts.note(7)
         attempts.note(6)
         assert attempts.bound(5) is None
+    assert (attempts.bound(0), attempts.is_unknown) == (None, True), "it is to be measured"
     attempts.blocks = 8
+    assert (attempts.bound(0), attempts.is_unknown) == (8, False)
     assert (attempts.most, attempts.bound(5), attempts.bound(9)) == (7, 8, 9)
     with attempts.exact():
         assert attempts.most == 0

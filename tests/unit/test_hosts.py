@@ -417,6 +417,7 @@ def test_what_hosts_cannot_have():
     for options, said in (
         ({"spare_slots": 1}, "spare_slots=1 in an expert-parallel group over 2 hosts: wanted 0"),
         ({"host_overlap": 1, "row_bound": 2.0}, "host_overlap=1 with row_bound=2.0, .* wanted 0"),
+        ({"row_bound": "auto"}, "row_bound='auto' in an expert-parallel group over 2 hosts"),
         ({"host_overlap": 2, "reserved_sms": 2}, "reserved_sms=2: wanted at least 4"),
     ):
         with pytest.raises(ConfigError, match=said):

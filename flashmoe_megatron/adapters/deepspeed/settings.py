@@ -12,6 +12,7 @@ from flashmoe_megatron.adapters.options import RANKS_AGREE
 from flashmoe_megatron.config import nearest
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
+    NOT_MEASURED,
     FrameworkOptions,
     one_of,
     option,
@@ -44,6 +45,12 @@ class Settings(FrameworkOptions):
         "samples. 0 sends none.",
     )
     max_tokens: int | None = unset_option(FrameworkOptions, "max_tokens", RANKS_AGREE)
+
+    def __post_init__(self) -> None:
+        """Refuses values without a meaning in DeepSpeed."""
+        super().__post_init__()
+        if self.row_bound == "auto":
+            raise self.refusal("row_bound", self.row_bound, NOT_MEASURED)
 
     @classmethod
     def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:

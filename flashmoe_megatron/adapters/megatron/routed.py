@@ -135,6 +135,8 @@ class RoutedExperts(LayerExperts):
         ) -> torch.Tensor:
             if self._settings.row_bound is not None:
                 backend.attempts = ATTEMPTS
+            if self._settings.row_bound == "auto" and self.is_training and ATTEMPTS.is_unknown:
+                say_once(NOT_MEASURED)
             with Together(backend):  # made by now for as many tokens as all ranks have
                 if experts is not None:
                     self._held.check_not_replaced(experts)
@@ -241,6 +243,10 @@ _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()
 
 ATTEMPTS = Attempts()
 """The iterations of this process, which layers with a row bound may repeat."""
+NOT_MEASURED = (
+    f"{flag_of('row_bound')} auto: layers are called outside of Megatron's schedule, where no "
+    "bound is measured, so that their buffers are exact"
+)
 
 
 def built_experts() -> list[RoutedExperts]:

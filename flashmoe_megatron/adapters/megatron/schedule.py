@@ -108,26 +108,27 @@ def patch_full_graph(module: ModuleType) -> None:
 
 def _drop_graphs(wrapper: Any) -> None:
     """Has Megatron capture its graphs again, after its iterations of warm-up."""
-    for stage, graph in wrapper.cuda_graph.items():
-        if graph is not None:
-            graph.reset()
-            wrapper.cuda_graph[stage] = wrapper.result[stage] = None
-            wrapper.curr_iteration[stage] = 0
+    made = {stage: graph for stage, graph in wrapper.cuda_graph.items() if graph is not None}
+    for stage, graph in made.items():
+        graph.reset()
+        wrapper.cuda_graph[stage] = wrapper.result[stage] = None
+        wrapper.curr_iteration[stage] = 0
+    if made:
+        gc.collect()
+        torch.cuda.empty_cache()  # their pool
 
 
 def _repeated(original: Function, drop: Drop) -> Function:
     """Repeats an iteration outside of graphs, which are captured again with larger buffers."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def begin_again() -> None:
+        def leave_graphs() -> None:
             drop()
             # Megatron captures in the iteration of a number, which is never less than 0.
             self.curr_iteration["validation" if kwargs.get("forward_only") else "training"] = -1
-            gc.collect()
-            torch.cuda.empty_cache()  # the graphs' pool
 
         run = functools.partial(original, self, *args)
-        return ITERATIONS.run(run, kwargs, begin_again)
+        return ITERATIONS.run(run, kwargs, leave_graphs)
 
     return call
 

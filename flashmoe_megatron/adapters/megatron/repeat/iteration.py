@@ -4,8 +4,11 @@ An iteration is one call of Megatron's schedule, or of the wrapper that replays 
 Its reductions are over when it returns, and the optimizer has not begun. There all ranks of the job
 agree whether some rank received more rows than its buffers hold. If one did, everything that the
 iteration has changed is put back, and it runs again without a bound, outside of graphs.
+
+A bound that is to be measured begins with iterations that run so at once.
 """
 
+import contextlib
 import functools
 import math
 import time
@@ -40,14 +43,16 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.metrics import Figures
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.errors import FlashMoEError, RowBoundError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, RowBoundError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.ranks import Ranks
 
 MOST_IN_A_ROW = 10
 """The most consecutive iterations that are repeated; an overflow in the next is an error."""
 ROOM = 1.1
-"""Buffers hold so many times what the fullest rank and layer needed in a repeat."""
+"""Buffers hold so many times what the fullest rank and layer needed with exact buffers."""
+MEASURED = 10
+"""The first iterations of a training whose bound is measured, which have exact buffers."""
 _IS_ZEROED = "flashmoe_is_zeroed"
 """Attribute of Megatron's DDP: its gradients were set to zero since the last iteration."""
 _MODEL = "flashmoe_repeated_model"
@@ -59,6 +64,7 @@ _SCHEDULES = (
 )
 
 Call = Callable[..., Any]
+Leave = Callable[[], object]
 
 
 class Iterations:
@@ -73,16 +79,19 @@ class Iterations:
         self.num_watched = self.num_repeats = 0
         self._is_within = False
         self._in_a_row = 0
+        self._measured: list[int] = []
 
-    def run(self, call: Call, arguments: dict[str, Any], begin_again: Callable[[], object]) -> Any:
+    def run(self, call: Call, arguments: dict[str, Any], leave_graphs: Leave) -> Any:
         """Runs an iteration, a second time if its rows did not fit. Collective over the job.
 
         Args:
             call: Megatron's own.
             arguments: The call's, by their names.
-            begin_again: Called before the second time; has the call run outside of CUDA graphs.
+            leave_graphs: Called before exact buffers are used; has the call run outside of CUDA
+                graphs.
 
         Raises:
+            ConfigError: The bound is to be measured, and no iteration can be repeated.
             RowBoundError: The rows did not fit, and the iteration cannot be repeated, or the ones
                 before it were, too, or exact buffers do not fit.
             FlashMoEError: Another error that calls have put off.
@@ -96,16 +105,35 @@ class Iterations:
             model = getattr(chunks[0], _MODEL, None) or _Model(chunks)
             if model.agreed_problem(arguments) is not None:
                 return call(**arguments)
-            return self._run(model, call, arguments, begin_again)
+            if _is_measured() and not ATTEMPTS.blocks:
+                return self._measure(model, call, arguments, leave_graphs)
+            return self._run(model, call, arguments, leave_graphs)
         finally:
             self._is_within = False
 
+    def _measure(
+        self, model: "_Model", call: Call, arguments: dict[str, Any], leave_graphs: Leave
+    ) -> Any:
+        """Runs an iteration with exact buffers, the last of which sets the bound."""
+        leave_graphs()
+        with _exact_buffers():
+            result = call(**arguments)
+        if not arguments.get("forward_only"):
+            model.note_gradients()
+            self._measured.append(ATTEMPTS.most)
+        if len(self._measured) == MEASURED:
+            (most,) = self._agree(max(self._measured))
+            self._measured.clear()
+            ATTEMPTS.blocks = math.ceil(ROOM * max(most, 1))
+            torch.cuda.empty_cache()  # what buffers of many sizes have left
+            say(
+                f"{flag_of('row_bound')} auto: a rank received at most {most} blocks of 128 rows "
+                f"in {MEASURED} iterations, and buffers hold {ATTEMPTS.blocks} from now on"
+            )
+        return result
+
     def _run(
-        self,
-        model: "_Model",
-        call: Call,
-        arguments: dict[str, Any],
-        begin_again: Callable[[], object],
+        self, model: "_Model", call: Call, arguments: dict[str, Any], leave_graphs: Leave
     ) -> Any:
         self.num_watched += 1
         problem = model.problem(arguments)
@@ -134,18 +162,11 @@ class Iterations:
         began = time.perf_counter()
         saved.restore()
         Figures.forget_records()
-        begin_again()
+        leave_graphs()
         if is_training:
             model.zero_gradients()
-        try:
-            with ATTEMPTS.exact():
-                result = call(**{**arguments, "data_iterator": kept_again(kept)})
-        except torch.OutOfMemoryError as error:
-            raise RowBoundError(
-                "an iteration had more rows than the row bound allows, and does not fit with "
-                f"exact buffers: raise {flag_of('row_bound')}, which then holds from the start, or "
-                f"make micro-batches smaller: {error}"
-            ) from error
+        with _exact_buffers():
+            result = call(**{**arguments, "data_iterator": kept_again(kept)})
         (most,) = self._agree(ATTEMPTS.most)
         ATTEMPTS.blocks = max(ATTEMPTS.blocks, math.ceil(ROOM * most))
         self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
@@ -185,18 +206,26 @@ class _Model:
         """Returns why no iteration of this kind can be repeated on some rank, ``None`` if all can.
 
         Collective over the job in the first call for each kind; rank 0 then tells the user.
+
+        Raises:
+            ConfigError: There is one, and the bound is to be measured.
         """
         kind = bool(arguments.get("forward_only"))
         if kind not in self._agreed:
             told = Ranks(dist.group.WORLD).gather(self.problem(arguments))
-            self._agreed[kind] = first = next((one for one in told if one is not None), None)
-            if first is not None:
-                what = "a batch of evaluation" if kind else "an iteration"
-                say_once(
-                    f"{what} with more rows than the row bound allows ends this run and is not "
-                    f"repeated: {first}"
-                )
-        return self._agreed[kind]
+            self._agreed[kind] = next((one for one in told if one is not None), None)
+        first, what = self._agreed[kind], "a batch of evaluation" if kind else "an iteration"
+        if first is not None and _is_measured():
+            raise ConfigError(
+                f"{flag_of('row_bound')} auto: {what} cannot be repeated, since {first}; wanted a "
+                "number, or no bound"
+            )
+        if first is not None:
+            say_once(
+                f"{what} with more rows than the row bound allows ends this run and is not "
+                f"repeated: {first}"
+            )
+        return first
 
     def problem(self, arguments: Mapping[str, Any]) -> str | None:
         """Returns why this iteration cannot be repeated on this rank."""
@@ -241,6 +270,20 @@ class _Model:
 
 ITERATIONS = Iterations()
 """The iterations of this process."""
+
+
+@contextlib.contextmanager
+def _exact_buffers() -> Iterator[None]:
+    try:
+        with ATTEMPTS.exact():
+            yield
+    except torch.OutOfMemoryError as error:
+        begun = "starts" if _is_measured() and not ATTEMPTS.blocks else "is repeated"
+        raise RowBoundError(
+            f"an iteration {begun} with exact buffers for its rows, which do not fit: pass a "
+            f"number for {flag_of('row_bound')} that holds from the start, or make micro-batches "
+            f"smaller: {error}"
+        ) from error
 
 
 def raise_faults() -> None:
@@ -297,6 +340,10 @@ def _has_bound(chunk: Any) -> bool:
     config = _config_of(chunk)
     is_bounded = current_value("row_bound") is not None or is_set(ROW_BOUND)(config)
     return is_bounded and _is_ours(config)
+
+
+def _is_measured() -> bool:
+    return bool(current_value("row_bound") == "auto")
 
 
 def _is_ours(config: Any) -> bool:

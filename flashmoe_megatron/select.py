@@ -215,7 +215,7 @@ def _make_backend(
                 grid=grid,
                 device=device,
                 dtype=dtype,
-                is_cut=Ranks(tensor_group).num_ranks > 1,
+                tensor_group=tensor_group,
             ),
             tensor_group=tensor_group,
         )

@@ -10,6 +10,7 @@ def make_fit(
     hosts: int = 1,
     ranks: int = 2,
     *,
+    shared: int = 1,
     beside: tuple[float, float] = (1.0, 1.0),
     **changes: tuple[float, float],
 ) -> Fit:
@@ -18,13 +19,14 @@ def make_fit(
     Args:
         hosts: Hosts of the group.
         ranks: Ranks on each.
+        shared: Ranks that share each expert.
         beside: What a product and an exchange take beside each other.
         **changes: Alpha and beta of lines by name.
     """
-    machine = machine_of(HostGrid(hosts, ranks, 0), torch.device("cpu"))
+    machine = machine_of(HostGrid(hosts, ranks, 0), torch.device("cpu"), shared=shared)
     terms = dict.fromkeys(machine.wanted, (1e-06, 1e-09)) | dict.fromkeys(HOST, (0.0, 0.0))
     terms |= {"product": (1e-6, 1e-11), "copy": (1e-6, 1e-12), **changes}
     lines = {name: Line(*pair, 1.0) for name, pair in terms.items()}
     samples = {name: [(1.0, 1.0)] for name in lines}
-    both = dict.fromkeys(machine.exchanges, Beside(*beside))
+    both = dict.fromkeys(machine.carriers, Beside(*beside))
     return Fit(machine, "float32", lines, samples, both)

@@ -750,7 +750,7 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks with different fits have different degrees: a deadlock",
-        "choose_degrees",
+        "_agreed",
         "len(set(everyone)) > 1",
         "False",
         "tests/unit/test_schedule_fit.py::test_ranks_measure_and_choose_degrees",

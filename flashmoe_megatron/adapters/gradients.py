@@ -119,7 +119,9 @@ def _planned(
             "slice_gradients", True, "wanted max_tokens beside it, on which the gaps depend"
         )
     exchange = kind_of(settings.exchange, grid, device)
-    machine = machine_of(grid, device, exchange)
+    inner = layers[0].backend.within
+    shared = inner.num_sharing if isinstance(inner, ScheduledBackend) else 1
+    machine = machine_of(grid, device, exchange, shared)
     fit = read_fit(Path(settings.degree_fit), machine, layers[0].dtype)
     windows: list[Window] = []
     before = layers[-1].other_bytes  # what is ready since the last window

@@ -41,6 +41,9 @@ HOST = ("host_forward", "host_backward")
 """Lines of the host that issues a pass of a layer; sizes are parts."""
 LEVELS = ("all_to_all_within", "all_to_all_rail")
 """Lines of one host's ranks and of one place's, where there are several of both."""
+SHARED = tuple(f"{name}_shared" for name in TOGETHER)
+"""The collectives' lines of ranks that share each expert, where there are several."""
+GATHER = "all_gather_shared"
 
 
 @dataclass(frozen=True)
@@ -71,22 +74,28 @@ class Machine:
         hosts: Hosts of the expert-parallel group.
         ranks_per_host: Its ranks on each.
         by_copies: Whether copy engines carry rows, as the exchange ``copies`` has it.
+        shared: Ranks that share each expert, by expert tensor parallelism.
     """
 
     device: str
     hosts: int
     ranks_per_host: int
     by_copies: bool = False
+    shared: int = 1
 
     def __str__(self) -> str:
         how = ", rows by copies" if self.by_copies else ""
-        return f"{self.hosts} x {self.ranks_per_host} ranks on {self.device}{how}"
+        sharing = f", {self.shared} to an expert" if self.shared > 1 else ""
+        return f"{self.hosts} x {self.ranks_per_host} ranks{sharing} on {self.device}{how}"
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """The lines that a fit of this machine has."""
-        together = (*TOGETHER, *HOST) if self.hosts * self.ranks_per_host > 1 else ()
-        return (*ALONE, *together, *self.exchanges[1:])
+        num_ranks = self.hosts * self.ranks_per_host
+        together = TOGETHER if num_ranks > 1 else ()
+        shared = SHARED if self.shared > 1 else ()
+        host = HOST if num_ranks * self.shared > 1 else ()
+        return (*ALONE, *together, *host, *self.exchanges[1:], *shared)
 
     @property
     def exchanges(self) -> tuple[str, ...]:
@@ -96,19 +105,43 @@ class Machine:
         levels = LEVELS if self.hosts > 1 and self.ranks_per_host > 1 else ()
         return ("all_to_all", *levels)
 
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """The names of all pairs of work that run concurrently.
 
-def machine_of(grid: HostGrid, device: torch.device, exchange: ExchangeKind = "direct") -> Machine:
-    """Returns the machine of a rank's group, whose rows an exchange carries."""
+        Products run concurrently with every exchange, and gathers with every all-to-all.
+        """
+        if self.shared == 1:
+            return self.exchanges
+        return (*self.exchanges, GATHER, *map(beside_gather, self.exchanges))
+
+
+def beside_gather(line: str) -> str:
+    """Names an all-to-all and a gather over ranks that share experts, which run concurrently."""
+    return f"{line} and {GATHER}"
+
+
+def machine_of(
+    grid: HostGrid, device: torch.device, exchange: ExchangeKind = "direct", shared: int = 1
+) -> Machine:
+    """Returns the machine of a rank's group, whose rows an exchange carries.
+
+    ``shared`` ranks, each of a group of its own, have the same experts.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         name = f"a processor of {os.cpu_count()} cores"
-    return Machine(name, grid.num_hosts, grid.ranks_per_host, exchange == "copies")
+    return Machine(name, grid.num_hosts, grid.ranks_per_host, exchange == "copies", shared)
 
 
 @dataclass(frozen=True)
 class Beside:
-    """Slowdowns of a product and an exchange that run concurrently, over their times alone."""
+    """Slowdowns of a product and an exchange that run concurrently, over their times alone.
+
+    Where an all-to-all and a gather over ranks that share experts do, the gather has the product's
+    place.
+    """
 
     product: float
     exchange: float
@@ -170,8 +203,8 @@ def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = No
     if machine not in (None, fit.machine):
         raise ConfigError(
             f"fit {path} is of {fit.machine}, but this group is {machine}: wanted a fit of this "
-            "machine, from python -m flashmoe_megatron.schedule fit with its --exchange, or "
-            "degrees as numbers"
+            "machine, from python -m flashmoe_megatron.schedule fit with its --exchange and, "
+            "where ranks share experts, --within, or degrees as numbers"
         )
     if dtype not in (None, fit.torch_dtype):
         raise ConfigError(
@@ -184,7 +217,7 @@ def read_fit(path: Path, machine: Machine | None, dtype: torch.dtype | None = No
             raise ConfigError(
                 f"fit {path}: {name} is {line}, wanted an alpha and a beta in seconds"
             )
-    for name in fit.machine.exchanges:
+    for name in fit.machine.carriers:
         both = fit.beside.get(name)
         if both is None or not _are_at_least(1, both.product, both.exchange):
             raise ConfigError(

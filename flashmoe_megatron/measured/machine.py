@@ -14,15 +14,24 @@ import torch.distributed as dist
 from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import DIM_GRANULE, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hosts.grid import HostGrid, host_groups
+from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.measured import start
 from flashmoe_megatron.measured.clock import Clock, Work
-from flashmoe_megatron.measured.fit import Beside, Fit, fit_line, machine_of, write_fit
+from flashmoe_megatron.measured.fit import (
+    GATHER,
+    Beside,
+    Fit,
+    beside_gather,
+    fit_line,
+    machine_of,
+    write_fit,
+)
 from flashmoe_megatron.measured.start import RandomLayer
 from flashmoe_megatron.options import BackendOptions, ExchangeKind, add_flags, add_sizes
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.backend import ScheduledBackend, steps_for
 from flashmoe_megatron.separate.exchange import Copies, kind_of
+from flashmoe_megatron.separate.ways import TensorGroup
 from flashmoe_megatron.streams import mark, wait
 
 SPAN = 32
@@ -82,13 +91,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mib", type=float, help="most MiB of an exchange")
     add_flags(parser, BackendOptions, names=("exchange",))
+    parser.add_argument(
+        "--within",
+        type=int,
+        help="ranks that share each expert, which are neighbours; by default 1",
+    )
+    parser.add_argument(
+        "--between",
+        type=int,
+        help="ranks of an expert-parallel group; by default all over --within",
+    )
     start.add_dtype(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures the machine and writes the file. Collective over the ranks of torchrun."""
-    start.check_sizes(options, "hidden", "intermediate", "experts", "rows", "mib")
-    group, grid, device = start.join()
+    sizes_given = ("hidden", "intermediate", "experts", "rows", "mib", "within", "between")
+    start.check_sizes(options, *sizes_given)
+    everyone, grid, device = start.join()
+    group, tensor_group = _groups(everyone, options.within, options.between)
+    if tensor_group is not None:
+        ranks = Ranks(group)
+        grid = arrange(ranks.gather(host_name()), ranks.rank)
     default = ON_GPU if device.type == "cuda" else ON_CPU
     sizes = Sizes(
         hidden=options.hidden or default.hidden,
@@ -98,8 +122,17 @@ def run(options: argparse.Namespace) -> None:
         num_bytes=int(options.mib * 2**20) if options.mib else default.num_bytes,
     )
     dtype = start.dtype_of(options.dtype, device)
-    found = measure(group, grid, device, dtype, sizes, exchange=options.exchange)
-    if grid.rank != 0:
+    found = measure(
+        group,
+        grid,
+        device,
+        dtype,
+        sizes,
+        exchange=options.exchange,
+        tensor_group=tensor_group,
+        everyone=everyone,
+    )
+    if Ranks(everyone).rank != 0:
         return
     write_fit(options.file, found)
     sys.stdout.write(f"{found.machine}, {found.dtype}\n")
@@ -110,10 +143,47 @@ def run(options: argparse.Namespace) -> None:
             f"r squared {line.r_squared:.5f}\n"
         )
     for name, both in found.beside.items():
+        exchange, _, gather = name.partition(" and ")
         sys.stdout.write(
-            f"beside each other: a product {both.product:.2f} and {name} {both.exchange:.2f} "
-            "times as long as alone\n"
+            f"beside each other: {gather or 'a product'} {both.product:.2f} and {exchange} "
+            f"{both.exchange:.2f} times as long as alone\n"
         )
+
+
+def _groups(
+    everyone: dist.ProcessGroup | None, within: int | None, between: int | None
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Cuts all ranks into expert-parallel groups, and into neighbours that share each expert.
+
+    Returns:
+        This rank's group of each kind, ``None`` for one rank alone.
+
+    Raises:
+        ConfigError: The product of both sizes is not the number of ranks.
+    """
+    num_ranks = Ranks(everyone).num_ranks
+    within = within or (num_ranks // between if between else 1)
+    between = between or max(num_ranks // within, 1)
+    if within * between != num_ranks:
+        raise ConfigError(
+            f"--within {within} --between {between} on {num_ranks} ranks: wanted two numbers whose "
+            "product is the number of ranks"
+        )
+    if within == 1:
+        return everyone, None
+    neighbours = [[*range(i, i + within)] for i in range(0, num_ranks, within)]
+    tensor_group = _subgroup(neighbours)
+    if between == 1:
+        return None, tensor_group
+    group = _subgroup([[*range(i, num_ranks, within)] for i in range(within)])
+    return group, tensor_group
+
+
+def _subgroup(of_ranks: list[list[int]]) -> dist.ProcessGroup:
+    """Makes groups of these ranks; returns this rank's. Collective over all ranks."""
+    group, _ = dist.new_subgroups_by_enumeration(of_ranks)  # type: ignore[no-untyped-call]
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def measure(
@@ -125,20 +195,28 @@ def measure(
     *,
     exchange: ExchangeKind = "auto",
     timeout: float = 120.0,
+    tensor_group: dist.ProcessGroup | None = None,
+    everyone: dist.ProcessGroup | None = None,
 ) -> Fit:
-    """Fits this machine. Collective over the group.
+    """Fits this machine. Collective over ``everyone``, by default the ranks of the group.
 
     All exchanges but "copies" are composed of NCCL's times. An exchange waits ``timeout`` seconds
-    for a rank.
+    for a rank. The ranks of ``tensor_group`` share each expert; these and the group's are among
+    ``everyone``.
 
     Raises:
         ConfigError: Rows cannot travel so here.
         FlashMoEError: The GPUs cannot write into each other's memory.
     """
-    kind = kind_of(exchange, grid, device)
-    clock = Clock(group, device, sizes.turns)
+    kind, shared = kind_of(exchange, grid, device), Ranks(tensor_group).num_ranks
+    if kind == "copies" and shared > 1:
+        raise ConfigError(
+            f"exchange='copies' where {shared} ranks share each expert: wanted another exchange"
+        )
+    clock = Clock(everyone or group, device, sizes.turns)
     samples = {"product": _products(clock, dtype, sizes), "copy": _copies(clock, dtype, sizes)}
     beside: dict[str, Beside] = {}
+    largest_of: dict[str, Work] = {}
     if group is not None and Ranks(group).num_ranks > 1:
         all_to_all: _Exchange = _all_to_all
         if kind == "copies":
@@ -153,14 +231,23 @@ def measure(
         for name, carrier in carriers.items():
             if name not in samples:
                 samples[name] = _exchanges(clock, all_to_all, carrier, sizes)
-            largest = _buffer(clock, carrier, sizes)
+            largest_of[name] = all_to_all(_buffer(clock, carrier, sizes), carrier)
             beside[name] = _beside(
-                clock, dtype, sizes, all_to_all(largest, carrier), samples["product"], samples[name]
+                clock, dtype, sizes, largest_of[name], samples["product"], samples[name]
             )
-        samples |= _hosts(clock, group, grid, dtype, sizes, exchange)
+    if tensor_group is not None and shared > 1:
+        collectives = {"all_to_all": _all_to_all, **_COLLECTIVES, **_of_sharing(device)}
+        for name, collective in collectives.items():
+            samples[f"{name}_shared"] = _exchanges(clock, collective, tensor_group, sizes)
+        gather = collectives["all_gather"](_buffer(clock, tensor_group, sizes), tensor_group)
+        beside[GATHER] = _beside(clock, dtype, sizes, gather, samples["product"], samples[GATHER])
+        for name, largest in largest_of.items():
+            beside[beside_gather(name)] = _both(clock, gather, largest, samples, name)
+    if Ranks(group).num_ranks * shared > 1:
+        samples |= _hosts(clock, group, grid, dtype, sizes, exchange, tensor_group)
     lines = {name: fit_line(*zip(*pairs, strict=True)) for name, pairs in samples.items()}
     dtype_name = str(dtype).removeprefix("torch.")
-    return Fit(machine_of(grid, device, kind), dtype_name, lines, samples, beside)
+    return Fit(machine_of(grid, device, kind, shared), dtype_name, lines, samples, beside)
 
 
 def even_ratios(most: int, points: int, span: int = SPAN) -> list[int]:
@@ -223,16 +310,33 @@ def _beside(
     )
 
 
+def _both(
+    clock: Clock, gather: Work, exchange: Work, samples: dict[str, list[Sample]], name: str
+) -> Beside:
+    """Measures the slowdowns of the largest gather over ranks that share and an all-to-all."""
+    gather_s, exchange_s = samples[GATHER][-1][1], samples[name][-1][1]
+
+    def meet() -> None:
+        gather()
+        exchange()
+
+    return Beside(
+        product=clock.factor(gather, gather_s, exchange, exchange_s, meet=meet),
+        exchange=clock.factor(exchange, exchange_s, gather, gather_s, meet=meet),
+    )
+
+
 def _hosts(
     clock: Clock,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     grid: HostGrid,
     dtype: torch.dtype,
     sizes: Sizes,
     exchange: ExchangeKind,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> dict[str, list[Sample]]:
     """Times forwards and backwards that occupy the host for longer than the GPU, by parts."""
-    ranks = dist.get_world_size(group)
+    ranks = Ranks(group).num_ranks
     config = MoEConfig(
         hidden=DIM_GRANULE,
         intermediate=DIM_GRANULE,
@@ -244,7 +348,14 @@ def _hosts(
         max_tokens=TOKENS,
     )
     options = BackendOptions(keep="all", exchange=exchange)
-    backend = ScheduledBackend(config, group, device=clock.device, options=options, grid=grid)
+    backend = ScheduledBackend(
+        config,
+        group,
+        device=clock.device,
+        options=options,
+        grid=grid,
+        tensor_group=tensor_group,
+    )
     layer = RandomLayer(backend, TOKENS, dtype, clock.device)
 
     def forward(parts: int) -> Any:
@@ -308,6 +419,24 @@ _COLLECTIVES: dict[str, _Exchange] = {
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
 }
+
+
+def _of_sharing(device: torch.device) -> "dict[str, _Exchange]":
+    """Returns the collectives of ranks that share experts, as the backend has them."""
+
+    def gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        sharing = TensorGroup(group, TrafficCounters(), device)
+        own = buffer[: len(buffer) // sharing.size].clone()
+        sizes = [len(own)] * sharing.size
+        return lambda: wait(device, sharing.gather(buffer, own, sizes, mark(device)))
+
+    def scatter(buffer: torch.Tensor, group: dist.ProcessGroup) -> Work:
+        sharing = TensorGroup(group, TrafficCounters(), device)
+        own = torch.empty_like(buffer[: len(buffer) // sharing.size])
+        sizes = [len(own)] * sharing.size
+        return lambda: wait(device, sharing.reduce(own, buffer, sizes, mark(device)))
+
+    return {"all_gather": gather, "reduce_scatter": scatter}
 
 
 def _exchanges(

@@ -463,6 +463,11 @@ class SeparateBackend(Backend):
             grad_probs.fill_(torch.nan)
         return grad_x, grad_probs
 
+    @property
+    def num_sharing(self) -> int:
+        """Ranks that share each expert."""
+        return 1 if self._tensor is None else self._tensor.size
+
     def _steps_for(self, x: torch.Tensor) -> Steps:
         """Chooses the steps for tokens such as these."""
         return steps_for(x)

@@ -10,7 +10,7 @@ streams slow each other down.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,9 +19,16 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.config import Keep, MoEConfig
-from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.measured.fit import Fit, Line, machine_of, read_fit
+from flashmoe_megatron.measured.fit import (
+    GATHER,
+    Fit,
+    Line,
+    beside_gather,
+    machine_of,
+    read_fit,
+)
 from flashmoe_megatron.options import MAX_DEGREE, BackendOptions, read_degrees
 from flashmoe_megatron.planner import choose_keep
 from flashmoe_megatron.ranks import Ranks, by_rank
@@ -233,12 +240,12 @@ def choose_degrees(
     grid: HostGrid,
     device: torch.device,
     dtype: torch.dtype | None,
-    is_cut: bool = False,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> tuple[int, int]:
-    """Returns parts in forward and backward, as the options say. Collective over the group.
+    """Returns parts in forward and backward, as the options say. Collective over both groups.
 
-    Where several ranks share each expert (``is_cut``) they have to be numbers. ``dtype`` is that of
-    tokens, ``None`` if it is not known.
+    The ranks of ``tensor_group`` share each expert. ``dtype`` is that of tokens, ``None`` if it is
+    not known.
 
     Raises:
         ConfigError: On every rank, if a degree is more than a rank's routes, or none can be chosen
@@ -255,16 +262,35 @@ def choose_degrees(
                 f"topk={config.topk}",
             )
         return degrees
-    if is_cut:
-        raise options.refusal(
-            "degree", options.degree, "wanted numbers where several ranks share each expert"
+    sharing = Ranks(tensor_group)
+
+    def among_sharing() -> tuple[int, int]:
+        return _agreed(
+            sharing,
+            lambda: _computed(config, options, grid, device, dtype, sharing.num_ranks),
         )
-    everyone = Ranks(group).all(lambda: _computed(config, options, grid, device, dtype))
+
+    try:
+        found: tuple[int, int] | FlashMoEError = among_sharing()
+    except FlashMoEError as error:
+        found = error  # the ranks of the other group raise it, too
+    return _agreed(Ranks(group), lambda: _value_of(found))
+
+
+def _agreed(ranks: Ranks, compute: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """Returns what every rank has computed, if it is the same. Collective."""
+    everyone = ranks.all(compute)
     if len(set(everyone)) > 1:
         raise ConfigError(
             f"the ranks' fits give different degrees: {by_rank(everyone)}; wanted one fit"
         )
     return everyone[0]
+
+
+def _value_of(found: tuple[int, int] | FlashMoEError) -> tuple[int, int]:
+    if isinstance(found, FlashMoEError):
+        raise found
+    return found
 
 
 def _computed(
@@ -273,6 +299,7 @@ def _computed(
     grid: HostGrid,
     device: torch.device,
     dtype: torch.dtype | None,
+    shared: int,
 ) -> tuple[int, int]:
     if options.degree_fit is None:
         raise options.refusal(
@@ -283,10 +310,10 @@ def _computed(
         )
     exchange = kind_of(options.exchange, grid, device)
     path = Path(options.degree_fit)
-    if config.num_ranks == 1:
+    if config.num_ranks * shared == 1:
         read_fit(path, None, dtype)  # what several ranks would refuse; it may be of their machine
         return 1, 1  # nothing travels
-    fit = read_fit(path, machine_of(grid, device, exchange), dtype)
+    fit = read_fit(path, machine_of(grid, device, exchange, shared), dtype)
     keep = choose_keep(options.keep, config)
     degrees = range(1, min(config.max_tokens * config.topk, MAX_DEGREE) + 1)
     forward, backward = passes_of(config, fit, exchange, keep)
@@ -294,14 +321,26 @@ def _computed(
 
 
 def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[Pass, Pass]:
-    """Returns forward and backward with as many rows as tokens choose, spread evenly."""
-    lines = fit.lines
+    """Returns forward and backward with as many rows as tokens choose, spread evenly.
+
+    Ranks that share experts compute the rows of all of them, each with its slice, so that rows are
+    gathered after the exchange and results are summed and scattered before the way back.
+    """
+    lines, shared = fit.lines, fit.machine.shared
     product, copy = lines["product"], lines["copy"]
     rows, size = config.max_tokens * config.topk, fit.torch_dtype.itemsize
     hidden, wide, narrow = config.hidden, config.fc1_rows, config.intermediate
 
+    def among_sharing(name: str, line: str) -> tuple[Stage, ...]:
+        if shared == 1:
+            return ()
+        num_bytes = shared * rows * hidden * size
+        return (Stage(name, "within", lines[line].alpha_s, num_bytes * lines[line].beta_s),)
+
     def travel(name: str) -> tuple[Stage, ...]:
         num_bytes = rows * hidden * size
+        if config.num_ranks == 1:
+            return ()
         if exchange in ONE_STEP:
             line = lines["all_to_all"]
             return (Stage(name, "between", line.alpha_s, num_bytes * line.beta_s),)
@@ -313,14 +352,16 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 
     def compute(name: str, copies: int, elements: float, cut: float = 0.0) -> Stage:
         """Two products, but for rows that are only copied, and copies of elements of every row."""
-        alpha_s, whole_s = copies * copy.alpha_s, rows * size * elements * copy.beta_s
+        each = rows if name == "rows" else shared * rows
+        alpha_s, whole_s = copies * copy.alpha_s, each * size * elements * copy.beta_s
         if name == "experts":
             alpha_s += 2 * product.alpha_s
-            whole_s += 2 * rows * hidden * (wide + narrow) * product.beta_s
-        return Stage(name, "compute", alpha_s, whole_s, rows * size * cut * copy.beta_s)
+            whole_s += 2 * each * hidden * (wide + narrow) * product.beta_s
+        return Stage(name, "compute", alpha_s, whole_s, each * size * cut * copy.beta_s)
 
     send = compute("rows", 1, hidden)
-    dispatch, back = travel("dispatch"), travel("combine")
+    dispatch = (*travel("dispatch"), *among_sharing("gather", GATHER))
+    back = (*among_sharing("scatter", "reduce_scatter_shared"), *travel("combine"))
     there = (send, *dispatch)
     between = (wide + narrow) / 2  # read and written once, where a copy's are twice as many
     forward = Pass(there, compute("experts", 3, 2 * hidden + between, wide + hidden), back)
@@ -343,12 +384,22 @@ def passes_of(config: MoEConfig, fit: Fit, exchange: Kind, keep: Keep) -> tuple[
 
 def _slowdowns(fit: Fit, exchange: Kind) -> tuple[Slowdown, ...]:
     """Returns how products and exchanges slow each other down."""
-    carriers: dict[Stream, str] = {"between": "all_to_all_rail", "within": "all_to_all_within"}
+    carriers: dict[Stream, list[str]] = {
+        "between": ["all_to_all_rail"],
+        "within": ["all_to_all_within"],
+    }
     if exchange in ONE_STEP:
-        carriers = {"between": "all_to_all"}
+        carriers = {"between": ["all_to_all"], "within": []}
+    if fit.machine.shared > 1:
+        carriers["within"].append(GATHER)
     found: list[Slowdown] = []
-    for stream, name in carriers.items():
-        both = fit.beside[name]
-        found.append(Slowdown("compute", stream, both.product))
-        found.append(Slowdown(stream, "compute", both.exchange))
+    for stream, names in carriers.items():
+        both = [fit.beside[name] for name in names if name in fit.machine.carriers]
+        if both:  # two exchanges that share a stream cost what the slower one does
+            found.append(Slowdown("compute", stream, max(one.product for one in both)))
+            found.append(Slowdown(stream, "compute", max(one.exchange for one in both)))
+    if fit.machine.shared > 1 and fit.machine.exchanges:
+        both_ways = fit.beside[beside_gather(carriers["between"][0])]
+        found.append(Slowdown("within", "between", both_ways.product))
+        found.append(Slowdown("between", "within", both_ways.exchange))
     return tuple(found)

@@ -24,17 +24,20 @@ from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.measured import __main__ as command
 from flashmoe_megatron.measured.clock import CALLS, Clock
 from flashmoe_megatron.measured.fit import (
+    GATHER,
     HOST,
+    SHARED,
     TOGETHER,
     Beside,
     Fit,
     Machine,
+    beside_gather,
     fit_line,
     machine_of,
     read_fit,
     write_fit,
 )
-from flashmoe_megatron.measured.machine import PARTS, Sizes, _hosts, even_ratios, measure
+from flashmoe_megatron.measured.machine import PARTS, Sizes, _groups, _hosts, even_ratios, measure
 from flashmoe_megatron.measured.start import RandomLayer
 from flashmoe_megatron.measured.trace import trace
 from flashmoe_megatron.options import BackendOptions
@@ -46,6 +49,7 @@ from flashmoe_megatron.separate.steps import PLAIN
 from tests.distributed import RankPool
 from tests.fits import make_fit
 from tests.unit import cases
+from tests.unit.test_schedule import simulate
 
 CPU = torch.device("cpu")
 
@@ -162,6 +166,11 @@ def test_a_machine_has_the_lines_of_what_its_ranks_do() -> None:
         assert machine.exchanges == exchanges
         together = (*TOGETHER, *HOST) if exchanges else ()
         assert machine.wanted == ("product", "copy", *together, *exchanges[1:])
+        assert machine.carriers == exchanges
+        sharing = replace(machine, shared=2)
+        assert str(sharing) == f"{hosts} x {ranks} ranks, 2 to an expert on x"
+        assert set(sharing.wanted) == {*machine.wanted, *HOST, *SHARED}
+        assert sharing.carriers == (*exchanges, GATHER, *map(beside_gather, exchanges))
 
 
 def test_stages_by_hand() -> None:
@@ -194,6 +203,63 @@ def test_products_and_what_carries_rows_slow_each_other_down(
     assert {(one.stream, one.beside, one.factor) for one in forward.slowdowns} == {
         pair for one in carriers for pair in (("compute", one, 2), (one, "compute", 3))
     }
+
+
+def test_gathers_slow_down_what_is_beside_them() -> None:
+    fit = make_fit(1, 2, shared=2)
+    names = "all_to_all", GATHER, beside_gather("all_to_all")
+    factors = {name: Beside(2 + i, 5 + i) for i, name in enumerate(names)}
+    config = cases.make_config(num_ranks=2, max_tokens=64)
+    forward, _ = passes_of(config, replace(fit, beside=factors), "direct", "all")
+    assert {(one.stream, one.beside, one.factor) for one in forward.slowdowns} == {
+        ("compute", "between", 2),
+        ("between", "compute", 5),
+        ("compute", "within", 3),
+        ("within", "compute", 6),
+        ("within", "between", 4),
+        ("between", "within", 7),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("speed", [1, 10, 40])
+def test_layers_of_ranks_that_share_experts_are_an_independent_schedulers(
+    ranks: int, speed: int
+) -> None:
+    """All-to-alls between, gathers and scatters within, and products of all sharing ranks' rows."""
+    config = cases.make_config(num_ranks=ranks, max_tokens=512, hidden=64, intermediate=128)
+    lines = {
+        "all_to_all": (2e-5, 1e-9 / speed),
+        "all_gather_shared": (3e-5, 4e-9 / speed),
+        "reduce_scatter_shared": (4e-5, 2e-9 / speed),
+        "product": (1e-5, 3e-11),
+        "copy": (0, 0),
+    }
+    rows, num_bytes = 512 * config.topk, 512 * config.topk * 64 * 4
+    flops = 2 * 4 * rows * 64 * (config.fc1_rows + 128)
+
+    def part(name: str, size: float, degree: int) -> float:
+        alpha, beta = lines[name]
+        return alpha + size * beta / degree
+
+    degrees = range(1, 17)
+    both = passes_of(config, make_fit(1, ranks, shared=4, **lines), "direct", "all")
+    for one, weights in zip(both, (0.0, 2e-5 + flops * 3e-11), strict=True):
+        found = {
+            degree: simulate(  # type: ignore[call-overload]
+                degree,
+                part("all_to_all", num_bytes, degree) if ranks > 1 else 0,
+                part("all_gather_shared", 4 * num_bytes, degree),
+                2e-5 + flops * 3e-11 / degree,
+                part("reduce_scatter_shared", 4 * num_bytes, degree),
+                0,
+                weights,
+                (0, 0),
+            )
+            for degree in degrees
+        }
+        assert {degree: time_of(one, degree) for degree in degrees} == pytest.approx(found)
+        assert best_degree(one, degrees) == min(found, key=lambda degree: (found[degree], degree))
 
 
 def test_a_layer_is_as_long_as_its_stages() -> None:
@@ -382,6 +448,76 @@ def degrees_on_ranks(group: dist.ProcessGroup, folder: str) -> Any:
     with pytest.raises(ConfigError, match="rank 0: .* is of float32, but tokens are torch.float64"):
         select(degree="auto", degree_fit=str(good), dtype=torch.float64)
     return degrees
+
+
+def degrees_of_sharing_ranks(group: dist.ProcessGroup, folder: str) -> Any:
+    """Everything that two by two ranks, of which two share each expert, do together."""
+    rank = dist.get_rank(group)
+    mine, sharing = _groups(group, 2, None)
+    assert mine is not None
+    assert sharing is not None
+    try:
+        for given in ((3, None), (2, 3)):
+            with pytest.raises(ConfigError, match="on 4 ranks: wanted two numbers whose product"):
+                _groups(group, *given)
+        assert dist.get_process_group_ranks(mine) == [rank % 2, 2 + rank % 2]
+        sizes = Sizes(64, 64, 2, rows=64, num_bytes=2**12, points=3, turns=3)
+        grid = HostGrid(1, 2, rank // 2)
+        measured = functools.partial(
+            measure, mine, grid, CPU, torch.float32, sizes, tensor_group=sharing, everyone=group
+        )
+        found = measured()
+        assert set(found.lines) == set(found.machine.wanted)
+        assert set(found.beside) == set(found.machine.carriers)
+        assert found.machine.shared == 2
+        assert found.samples[GATHER][-1][0] == 2**12, "bytes of what is gathered"
+        if rank == 0:
+            fit = make_fit(1, 2, shared=2, copy=(0, 0), product=(0, 3e-11))
+            write_fit(Path(folder, "good.json"), fit)
+            write_fit(Path(folder, "measured.json"), found)
+            write_fit(Path(folder, "whole.json"), make_fit(1, 2))
+        dist.barrier(group)
+        config = cases.make_config(num_ranks=2, max_tokens=512, hidden=64)
+
+        def select(name: str) -> tuple[int, int]:
+            path = str(Path(folder, name))
+            backend = select_backend(
+                config,
+                mine,
+                "cpu",
+                kind="scheduled",
+                tensor_group=sharing,
+                degree="auto",
+                degree_fit=path,
+            )
+            assert isinstance(backend, ScheduledBackend)
+            assert backend.num_sharing == 2
+            return backend.degrees
+
+        assert select("measured.json")
+        with pytest.raises(ConfigError, match=r"is of 1 x 2 ranks on .* 2 to an expert.*--within"):
+            select("whole.json")
+        # One rank's own trouble is all four ranks', be they in another group of either kind.
+        with pytest.raises(ConfigError, match=r"gone.json: cannot be read"):
+            select("good.json" if rank else "gone.json")
+        own = make_fit(1, 2, shared=2, copy=(0.1 * (rank == 3), 0), product=(0, 3e-11))
+        write_fit(Path(folder, f"own{rank}.json"), own)
+        with pytest.raises(ConfigError, match="different degrees"):
+            select(f"own{rank}.json")
+        return select("good.json")
+    finally:
+        for one in (mine, sharing):
+            dist.destroy_process_group(one)
+
+
+def test_ranks_that_share_experts_measure_and_choose_degrees(tmp_path: Path) -> None:
+    pool = RankPool(4)
+    try:
+        found = pool.run(degrees_of_sharing_ranks, str(tmp_path))
+    finally:
+        pool.close()
+    assert len(set(found)) == 1
+    assert min(found[0]) > 1
 
 
 def test_ranks_measure_and_choose_degrees(tmp_path: Path) -> None:

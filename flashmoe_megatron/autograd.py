@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 from torch._C._functorch import unwrap_if_dead
 
+from flashmoe_megatron.adapted import AdaptedGrads, AdaptedWeights
 from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager, unseen
@@ -128,7 +129,8 @@ def moe_apply(
         weights: The local experts, parameters or views of parameters, of one expert or of a stack,
             whose gradient is one stack. As :class:`~flashmoe_megatron.weights.SplitWeights`, gate
             and up projections that are parameters of their own; as
-            :class:`~flashmoe_megatron.weights.WrappedWeights`, stacks of another class.
+            :class:`~flashmoe_megatron.weights.WrappedWeights`, stacks of another class; as
+            :class:`~flashmoe_megatron.adapted.AdaptedWeights`, with low-rank additions.
         topk_idx: In place of ``routing_map``: ``[num_tokens, choices]`` int32 or int64, contiguous,
             the experts of each token in any order, at most ``topk`` and each at most once; -1 is
             none. Results have the same bits as with the map of the same choices.
@@ -139,7 +141,8 @@ def moe_apply(
             hooks on the parameter fire (Megatron's fused gradient accumulation). The dummy is
             uninitialised for all that autograd may assume, zero if the weight's
             ``zero_out_wgrad`` is set. Biases, which that fusion leaves out, and weights without
-            ``main_grad`` get ordinary gradients, and so do all ``SplitWeights``.
+            ``main_grad`` get ordinary gradients, and so do all ``SplitWeights`` and
+            ``AdaptedWeights``.
         ordered_grads: Give the parameters their gradients in reverse order of ``weights``. Else
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
@@ -153,7 +156,8 @@ def moe_apply(
         on_saved: Called in a forward that saves something, before hooks on saved tensors.
         main_grads: In place of ``accumulate_into_main_grad``: adds gradients that no other
             code has to see, whatever else autograd brings for a weight, and leaves no mark on it.
-            ``after_backward`` is called where it is due. None with ``SplitWeights``.
+            ``after_backward`` is called where it is due. None with ``SplitWeights`` and
+            ``AdaptedWeights``.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, the sum over each token's experts.
@@ -364,7 +368,7 @@ class _RoutedExperts(torch.autograd.Function):
             )[1]  # the output, which the backward does not need, is freed here
         elif isinstance(saved, NaNResult) and not saved.is_put_off and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
-        wanted = _wanted(ctx)
+        wanted = _wanted(ctx, ctx.owners)
         destinations = _destinations_of(ctx, weights, wanted)
         taken = _as_taken(weights, ctx.backend)
         targets = _counted(ctx.backend, destinations.targets, wanted)
@@ -408,13 +412,15 @@ _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")
 _Targets = dict[str, list[WeightGrad | None]]
 
 
-def _wanted(ctx: Any) -> tuple[bool, ...]:
+def _wanted(ctx: Any, weights: ExpertWeights | SplitWeights) -> tuple[bool, ...]:
     """Tells which weights' gradients are wanted, in their order: not those of frozen ones."""
-    return tuple(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + len(_tensors_of(ctx.owners))])
+    return tuple(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + len(_tensors_of(weights))])
 
 
 def _trains_fc1(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
     num = len(weights.fc1 if isinstance(weights, ExpertWeights) else weights.gate + weights.up)
+    if isinstance(weights, AdaptedWeights):
+        return any(weights.trained(_wanted(ctx, weights))[:num])
     return any(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + num])
 
 
@@ -512,10 +518,12 @@ def _main_grads_of(owners: ExpertWeights) -> _Targets:
 
 def _destinations_of(
     ctx: Any, weights: ExpertWeights | SplitWeights, wanted: Sequence[bool]
-) -> "_Destinations | _SplitDestinations":
+) -> "_Destinations | _OwnBuffers":
     """Chooses where a backward writes the gradients of its weights, as far as they are wanted."""
     if isinstance(weights, SplitWeights):
-        return _SplitDestinations(weights, wanted, ctx.backend)
+        return _OwnBuffers(SplitGrads(weights, wanted, are_apart=ctx.backend.takes_split))
+    if isinstance(weights, AdaptedWeights):
+        return _OwnBuffers(AdaptedGrads(weights, wanted))
     num_weights = len(_tensors_of(ctx.owners))
     gradients: Gradients = ctx.gradients
     main_grads = gradients.main_grads
@@ -550,22 +558,22 @@ def accumulates(node: Any) -> bool:
         return False
 
 
-class _SplitDestinations:
-    """The buffers for the gradients of :class:`SplitWeights`."""
+class _OwnBuffers:
+    """The buffers for gradients that a backend writes in other forms than the parameters have."""
 
-    def __init__(self, weights: SplitWeights, wanted: Sequence[bool], backend: Backend) -> None:
-        self._grads = SplitGrads(weights, wanted, are_apart=backend.takes_split)
+    def __init__(self, grads: SplitGrads | AdaptedGrads) -> None:
+        self._grads = grads
         self.targets: _Targets = {
             kind: [None if buffer is None else WeightGrad(buffer, False) for buffer in buffers]
-            for kind, buffers in zip(_KINDS, self._grads.buffers, strict=True)
+            for kind, buffers in zip(_KINDS, grads.buffers, strict=True)
         }
 
     def fc2_in_main_grad(self) -> list[torch.Tensor]:
-        """None: split weights get ordinary gradients."""
+        """None: these weights get ordinary gradients."""
         return []
 
     def grads(self) -> Sequence[torch.Tensor | None]:
-        return self._grads.split()
+        return self._grads.grads()
 
 
 def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> ExpertWeights:
@@ -576,7 +584,9 @@ def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> Expert
             f"{type(backend).__name__} wants gate and up projections as one matrix: give them as "
             "SplitWeights, which it joins"
         )
-    return weights.join() if isinstance(weights, SplitWeights | WrappedWeights) else weights
+    if isinstance(weights, SplitWeights | WrappedWeights | AdaptedWeights):
+        return weights.join()
+    return weights
 
 
 def _tensors_of(weights: ExpertWeights | SplitWeights) -> list[torch.Tensor]:

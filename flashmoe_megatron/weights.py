@@ -268,7 +268,7 @@ class SplitGrads:
         for kind in others:
             self.buffers.append([_empty(one) if is_wanted else None for one, is_wanted in kind])
 
-    def split(self) -> list[torch.Tensor | None]:
+    def grads(self) -> list[torch.Tensor | None]:
         """Returns the gradients as the parameters are, contiguous, in the order of the fields."""
         fc1, *others = self.buffers
         if not self._are_apart:

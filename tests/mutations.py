@@ -125,6 +125,20 @@ MUTATIONS = (
         "tests/megatron/test_replaces.py::test_checks_and_writers_of_bridge_leave_our_name",
     ),
     Mutation(
+        "additions to experts' matrices are not scaled",
+        "Addition.sums",
+        "alpha=self.scale",
+        "alpha=1",
+        "tests/megatron/test_lora.py::test_adapters_are_computed_as_beside_alltoall",
+    ),
+    Mutation(
+        "Bridge's dropout on experts' adapters is left out without a word",
+        "HeldExperts._check_modules",
+        "if problem := problem_of(module):",
+        "if problem := None:",
+        "tests/megatron/test_lora.py::test_what_is_not_computed_is_refused",
+    ),
+    Mutation(
         "tokens that Automodel's mask excludes go to experts",
         "run_experts",
         "indices.masked_fill(~token_mask.unsqueeze(-1), -1)",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.adapted import AdaptedWeights
 from flashmoe_megatron.adapters.experts import (
     GroupBackends,
     LayerExperts,
@@ -151,6 +152,8 @@ class RoutedExperts(LayerExperts):
                     routing_map.contiguous(),
                     weights,
                     accumulate_into_main_grad=bool(self._config.gradient_accumulation_fusion),
+                    # Bridge sums gradients of shared factors over ranks as autograd brings them.
+                    ordered_grads=isinstance(weights, AdaptedWeights),
                     layer=number,
                     after_backward=functools.partial(BUCKETS.note_backward, backend),
                     on_saved=on_saved,
@@ -171,7 +174,19 @@ class RoutedExperts(LayerExperts):
                 "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
                 "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
             )
-        return self._held.read()
+        weights = self._held.read()
+        if isinstance(weights, AdaptedWeights):
+            if self._tensor_group is not None:
+                raise ConfigError(
+                    "LoRA on experts with --expert-tensor-parallel-size above 1: wanted 1, or the "
+                    "alltoall dispatcher"
+                )
+            if self._settings.filled_slots and self.backend.config.num_ranks > 1:
+                raise ConfigError(
+                    f"LoRA on experts with {flag_of('spare_slots')} {self._settings.spare_slots}: "
+                    "wanted 0, since other ranks read an expert's matrices without its additions"
+                )
+        return weights
 
     def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
         """Settles on the replicas of the next call. Collective over the group.
@@ -183,7 +198,7 @@ class RoutedExperts(LayerExperts):
         backend = self.follow_group()
         self.layer, self.is_training = layer, self._experts.training
         if isinstance(backend, LooksAhead):  # no other is made with lookahead
-            backend.settle(routing_map, self._held.read, layer=self.launch_number())
+            backend.settle(routing_map, self._checked_weights, layer=self.launch_number())
 
     @property
     def is_trained(self) -> bool:
@@ -197,6 +212,8 @@ class RoutedExperts(LayerExperts):
         Gradients as tensors of their own would cost a table, buffers and an addition for each
         expert and micro-batch.
         """
+        if isinstance(weights, AdaptedWeights):
+            return None
         params = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         fuses = bool(self._config.gradient_accumulation_fusion)
         if self._hooks is None or not self._hooks.serve(params, fuses=fuses):

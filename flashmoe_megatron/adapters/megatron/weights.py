@@ -8,6 +8,13 @@ import torch
 
 from flashmoe_megatron.adapters.forwards import Classes, name_of, with_all_below
 from flashmoe_megatron.adapters.megatron.buckets.hooks import await_parameters, waits_for_parameters
+from flashmoe_megatron.adapters.megatron.lora import (
+    KNOWN,
+    base_of,
+    class_name,
+    problem_of,
+    with_additions,
+)
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.touched import find_touched
 from flashmoe_megatron.weights import ExpertWeights, WrappedWeights
@@ -19,9 +26,9 @@ _STOCK = ("megatron.core.", "transformer_engine.", "torch.nn.modules.")
 class HeldExperts:
     """Holds a layer's experts: launches take their weights, and their forwards are not called.
 
-    What a conversion (quantization, LoRA, sparsity) or a hook puts into a forward would be lost
-    without a word, so that it is refused. Classes and structure are looked at again only where
-    modules or parameters are others.
+    What a conversion (quantization, sparsity) or a hook puts into a forward would be lost without a
+    word, so that it is refused; LoRA of Megatron-Bridge is read. Classes and structure are looked
+    at again only where modules or parameters are others.
 
     Raises:
         ConfigError: Their structure is not known, a class or a ``forward`` is not Megatron's, or
@@ -62,10 +69,11 @@ class HeldExperts:
         classes = tuple(map(type, modules))
         if classes != self._classes:
             for module in modules:
-                cls = type(module)
-                if not cls.__module__.startswith(_STOCK):
-                    name = f"{cls.__module__}.{cls.__qualname__}"
+                name = class_name(module)
+                if not name.startswith(_STOCK) and name not in KNOWN:
                     _refuse(module, self._experts, f"is of class {name}")
+                if problem := problem_of(module):
+                    _refuse(module, self._experts, problem)
             self._classes = classes
         touched = find_touched(modules)
         for module in touched:
@@ -79,9 +87,7 @@ class HeldExperts:
         weights = expert_weights(self._experts, hidden=self._hidden)
         held = [
             tuple(linear._parameters.values())
-            for linear in (
-                getattr(self._experts, name, None) for name in ("linear_fc1", "linear_fc2")
-            )
+            for linear in (getattr(self._experts, name, None) for name in _LINEARS)
             if isinstance(linear, torch.nn.Module)
         ]
         known = {id(param) for params in held for param in params}
@@ -119,8 +125,9 @@ def _check_hooks(module: torch.nn.Module, experts: torch.nn.Module) -> None:
 def _refuse(module: torch.nn.Module, experts: torch.nn.Module, problem: str) -> None:
     raise ConfigError(
         f"{name_of(module, experts)} ({type(module).__name__}) {problem}, which would not be "
-        "called; wanted an unchanged module of Megatron-Core or Transformer Engine: convert no "
-        "experts (quantization, LoRA, sparsity) and hook none, or use the alltoall dispatcher"
+        "called; wanted an unchanged module of Megatron-Core or Transformer Engine, or such a one "
+        "in LoRALinear of Megatron-Bridge without dropout: convert experts in no other way "
+        "(quantization, DoRA, sparsity) and hook none, or use the alltoall dispatcher"
     )
 
 
@@ -132,7 +139,8 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
             each linear), TEGroupedMLP (``weight0``, ``weight1``, ... in each linear, or one
             ``weight`` that is Transformer Engine's GroupedTensor), either with a ``bias`` for
             each weight or with none, or the GroupedMLP of Megatron-Core 0.16 (``weight1`` and
-            ``weight2`` for all experts), which Megatron gives no biases.
+            ``weight2`` for all experts), which Megatron gives no biases. Linears may be wrapped
+            by Megatron-Bridge's LoRA, whose additions are read, too.
         hidden: The model's width.
 
     Raises:
@@ -142,22 +150,27 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
     name = type(experts).__name__
     if hasattr(experts, "local_experts"):
         local_experts: Any = experts.local_experts
-        pairs = [(e.linear_fc1, e.linear_fc2) for e in local_experts]
-        return ExpertWeights(
-            fc1=tuple(_parameter(fc1, "weight", name) for fc1, _ in pairs),
-            fc2=tuple(_parameter(fc2, "weight", name) for _, fc2 in pairs),
-            fc1_bias=_biases([(fc1, "bias") for fc1, _ in pairs], name),
-            fc2_bias=_biases([(fc2, "bias") for _, fc2 in pairs], name),
+        held1, held2 = ([getattr(e, kind) for e in local_experts] for kind in _LINEARS)
+        each1, each2 = [*map(base_of, held1)], [*map(base_of, held2)]
+        weights = ExpertWeights(
+            fc1=tuple(_parameter(fc1, "weight", name) for fc1 in each1),
+            fc2=tuple(_parameter(fc2, "weight", name) for fc2 in each2),
+            fc1_bias=_biases([(fc1, "bias") for fc1 in each1], name),
+            fc2_bias=_biases([(fc2, "bias") for fc2 in each2], name),
         )
+        return with_additions(weights, held1, held2)
     if hasattr(experts, "linear_fc1") and hasattr(experts, "linear_fc2"):
-        if getattr(experts.linear_fc1, "single_grouped_weight", False):
-            return _grouped_weights(experts, name)
-        return ExpertWeights(
-            fc1=_numbered_weights(experts.linear_fc1, name),
-            fc2=_numbered_weights(experts.linear_fc2, name),
-            fc1_bias=_numbered_biases(experts.linear_fc1, name),
-            fc2_bias=_numbered_biases(experts.linear_fc2, name),
-        )
+        linears = fc1, fc2 = base_of(experts.linear_fc1), base_of(experts.linear_fc2)
+        if getattr(fc1, "single_grouped_weight", False):
+            weights = _grouped_weights(linears, name)
+        else:
+            weights = ExpertWeights(
+                fc1=_numbered_weights(fc1, name),
+                fc2=_numbered_weights(fc2, name),
+                fc1_bias=_numbered_biases(fc1, name),
+                fc2_bias=_numbered_biases(fc2, name),
+            )
+        return with_additions(weights, [experts.linear_fc1], [experts.linear_fc2])
     if hasattr(experts, "weight1") and hasattr(experts, "weight2"):
         count = int(getattr(experts, "num_local_experts"))  # noqa: B009 - a Module's attribute
         fc1 = _parameter(experts, "weight1", name).view(count, hidden, -1)
@@ -168,9 +181,11 @@ def expert_weights(experts: torch.nn.Module, *, hidden: int) -> ExpertWeights:
     )
 
 
-def _grouped_weights(experts: Any, owner: str) -> WrappedWeights:
+_LINEARS = ("linear_fc1", "linear_fc2")
+
+
+def _grouped_weights(linears: tuple[Any, Any], owner: str) -> WrappedWeights:
     """The weights of ``--moe-single-grouped-weight``, with biases of ``-bias`` or none."""
-    linears = (experts.linear_fc1, experts.linear_fc2)
     for linear in linears:
         if _biases([(linear, f"bias{i}") for i in range(_num_gemms(linear))], owner):
             raise ConfigError(

@@ -43,6 +43,7 @@ class Case:
         room: How many times the rows of a repeat buffers hold afterwards; 0 leaves the bound.
         parallel: Settings of Megatron's DDP.
         save_to: The folder of a checkpoint after the last iteration.
+        load_from: The folder of one that the training resumes from.
         most_in_a_row: The limit of repeats, if not the package's.
         wrong: A mistake of the loop.
     """
@@ -60,6 +61,7 @@ class Case:
     parallel: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     save_to: str | None = None
+    load_from: str | None = None
     most_in_a_row: int | None = None
     wrong: str | None = None
 
@@ -141,6 +143,8 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
         model,
     )
     config.grad_scale_func = optimizer.scale_loss
+    if case.load_from is not None:
+        harness._load(case.load_from, model, optimizer)
     run = get_forward_backward_func()
     losses: list[float] = []
     read = [0]

@@ -1,5 +1,7 @@
 """An iteration whose rows exceed the bound is repeated, as if nothing had been."""
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +18,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from flashmoe_megatron.adapters.megatron import schedule
 from flashmoe_megatron.adapters.megatron.repeat import batches, iteration, state, verdicts
 from flashmoe_megatron.errors import RowBoundError
-from tests.distributed import RankPool, refusal
+from flashmoe_megatron.separate.reference import ReferenceBackend
+from tests.distributed import RankError, RankPool, refusal
 from tests.megatron import repeats
 from tests.megatron.harness import Layout
 from tests.megatron.repeats import Case, Trained, differences, train
@@ -49,6 +52,7 @@ ON_TWO_RANKS = {
         parallel=OVERLAP,
         evaluated=(2,),
     ),
+    "forty": Case(EP2, parallel=OVERLAP, micro_batches=1, steps=40, crowded=(6, 19, 33)),
     "measured": Case(EP2, row_bound="auto", room=0.8, crowded=(2,), evaluated=(0, 3)),
     "inputs": Case(
         EP2,
@@ -92,20 +96,27 @@ def test_ranks_that_know_of_no_overflow_repeat_too(name: str, four_ranks: RankPo
 def test_a_checkpoint_behind_a_repeat_is_that_of_a_larger_bound(
     two_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Every tensor of the file, for parameters and for the optimizer."""
-    files = {}
+    """Every tensor of the file, for parameters and for the optimizer, and whatever follows it."""
+    files, resumed = {}, {}
     for bound in (1.0, 9.0):
         folder = tmp_path / f"bound_{bound:g}"
-        case = Case(EP2, row_bound=bound, steps=2, crowded=(1,), save_to=str(folder))
+        case = Case(
+            EP2, row_bound=bound, steps=2, crowded=(1,), evaluated=(1,), save_to=str(folder)
+        )
         trained = two_ranks.run(train, case)
         assert [each.repeats > 0 for each in trained] == [bound == 1.0] * 2
         file = folder.with_suffix(".pt")
         dcp_to_torch_save(folder, file)
         files[bound] = dict(_tensors("", torch.load(file, weights_only=False)))
+        case = Case(EP2, row_bound=bound, steps=2, crowded=(0,), load_from=str(folder))
+        resumed[bound] = two_ranks.run(train, case)
     assert len(files[1.0]) > 20
     assert files[1.0].keys() == files[9.0].keys()
     for name, tensor in files[1.0].items():
         assert torch.equal(tensor, files[9.0][name]), name
+    for got, want in zip(resumed[1.0], resumed[9.0], strict=True):
+        assert differences(got, want) == []
+        assert (got.repeats > 0, want.repeats) == (True, 0)
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -426,3 +437,24 @@ def test_megatrons_own_repeats_give_way() -> None:
     iteration.patch_stash(module)
     assert PagedStashRunner("flashmoe")(model=1) == ("the schedule", {"model": 1})
     assert PagedStashRunner("flex")(model=1) == ("the runner", {"model": 1})
+
+
+def train_and_die(group: dist.ProcessGroup, case: Case) -> Trained:
+    """Kills rank 1 within the backward of a repeat."""
+    backward = ReferenceBackend.backward
+
+    def backward_or_die(self: ReferenceBackend, *args: Any, **options: Any) -> Any:
+        if self.attempts.is_exact and dist.get_rank(group) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return backward(self, *args, **options)
+
+    ReferenceBackend.backward = backward_or_die  # type: ignore[method-assign]
+    return train(group, case)
+
+
+def test_a_rank_that_dies_in_a_repeat_ends_the_others(two_ranks: RankPool) -> None:
+    """They end by an error of their own, and do not wait for it any longer."""
+    with pytest.raises(RankError, match="exit code -9") as ended:
+        two_ranks.run(train_and_die, Case(EP2))
+    assert "rank 0: an exchange with the other 1 ranks" in str(ended.value)
+    assert "did not finish" not in str(ended.value)

@@ -116,10 +116,29 @@ int launch(const void* function,
     return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
-// How a rank that is alone gets at its rows, but for a forward that gathers() all of them. To
-// gather a stage takes longer than TMA does, so experts whose products are short gain by it, as
-// they would wait for copies; with wide ones the first tiles gain by rows that come before any
-// other is copied.
+// A stage takes longer to gather than by TMA, by a fixed share of its time, and a row that is
+// copied is written once. Both are in proportion to the hidden size, so what decides is how many
+// tiles read a row: at four, gathering takes 2 to 5 % less of a forward than copying, at seven 6 %
+// more.
+constexpr int kMostReads = 4;
+
+// True if a forward reads rows where tokens have them: a rank that is alone can, if no backward
+// will want a copy of them.
+bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
+    return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostReads;
+}
+
+// True if a backward reads rows of dY where tokens have them: GEMM0 does, and fc2's gradient, in as
+// many tiles. Transposed weights make them the operand that a pair of tiles shares there, which
+// threads cannot copy.
+bool gathers_grads(const FlashMoEProblem* p) {
+    return p->num_ranks == 1 and p->is_transposed == 0 and 2 * backward_tiles(p) <= kMostReads;
+}
+
+// How a rank that is alone gets at its rows, but for a pass that gathers all of them. To gather a
+// stage takes longer than TMA does, so experts whose products are short gain by it, as they would
+// wait for copies; with wide ones the first tiles gain by rows that come before any other is
+// copied.
 RowAccess row_access(const FlashMoEProblem* p) {
     constexpr int kNarrow = 1024;
     if (p->num_ranks > 1) return RowAccess::kCopied;
@@ -164,7 +183,8 @@ Args layer_args(const FlashMoEProblem* p,
 struct ScratchRows {
     char* act;
     char* result;
-    // A backward alone has received dY, the gradient of fc1's output, and partial sums.
+    // A backward alone has received dY, unless it reads that in place, the gradient of fc1's
+    // output, and partial sums.
     char* rows;
     char* dpre;
     float* dprob_partial;
@@ -194,7 +214,7 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
     scratch.act = layout.take(rows * p->intermediate * kElementBytes);
     scratch.result = layout.take(rows * p->hidden * kElementBytes);
     if (is_backward) {
-        scratch.rows = layout.take(rows * p->hidden * kElementBytes);
+        if (not gathers_grads(p)) scratch.rows = layout.take(rows * p->hidden * kElementBytes);
         scratch.dpre = layout.take(rows * shape_of(p).fc1_rows() * kElementBytes);
         scratch.dprob_partial =
             reinterpret_cast<float*>(layout.take(rows * backward_tiles(p) * sizeof(float)));
@@ -305,15 +325,6 @@ void set_activation(const FlashMoEProblem* p, LayerArgs* args) {
                    p->linear_offset};
 }
 
-// True if a forward reads rows where tokens have them: a rank that is alone can, if no backward
-// will want a copy of them. A stage takes longer to gather than by TMA, so a row must not be read
-// by many tiles: at four, gathering takes 2 to 5 % less of a forward than copying, at seven 6 %
-// more.
-bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
-    constexpr int kMostTiles = 4;
-    return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostTiles;
-}
-
 // Sets where owners find the weights that they push.
 void set_home_weights(const void* weight_maps, LayerArgs* args) {
     const char* begin = static_cast<const char*>(weight_maps) + home_weights_begin(args->shape);
@@ -352,7 +363,10 @@ int set_buffers(const FlashMoEProblem* p,
     set_biases(launch->biases, args);
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
-        FLASHMOE_TRY(encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));
+        if (args->row_access != RowAccess::kInPlace) {
+            FLASHMOE_TRY(
+                encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));
+        }
         FLASHMOE_TRY(encode_map(&args->load_map[1], BoxKind::kKMajor,
                                 is_backward ? args->dpre : args->act, rows,
                                 gemm1_input(p, is_backward)));
@@ -389,7 +403,7 @@ int set_weight_grads(const FlashMoEProblem* p,
               {&product[0].right, args->act, s.intermediate},
               {&product[1].left, args->dpre, s.fc1_rows()},
               {&product[1].right, static_cast<char*>(launch->rows), s.hidden}}) {
-            if (matrix == nullptr) continue;
+            if (matrix == nullptr) continue;  // frozen weights, or rows of dY that no pass copies
             FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
         }
     }
@@ -415,7 +429,8 @@ int launch_bias_grads(const FlashMoEProblem* p,
     args.plan.expert_rows += first;
     args.plan.expert_block += first;
     args.rows[0] = backward.dpre;
-    args.rows[1] = backward.rows;
+    args.is_by_token = backward.row_access == RowAccess::kInPlace;
+    args.rows[1] = args.is_by_token ? backward.x : backward.rows;
     args.width[0] = s.fc1_rows();
     args.width[1] = s.hidden;
     args.grads[0] = backward.weight_grads.pointers + s.num_matrices() + first;
@@ -592,6 +607,7 @@ int backward(const FlashMoEProblem* problem,
     auto args = layer_args<BackwardArgs>(problem, group, launch_args->plan, grad_out,
                                          launch_args->num_tokens);
     set_own_plan(&args);
+    if (gathers_grads(problem)) args.row_access = RowAccess::kInPlace;
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
     FLASHMOE_TRY(set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0,
                                   number, &args));

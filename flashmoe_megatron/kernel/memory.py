@@ -45,7 +45,8 @@ class MemoryPlan:
             that is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
             and results of all rows, partial sums of the probabilities' gradient, and what was not
-            kept.
+            kept. One rank alone receives no gradients of narrow experts, but where their weights
+            are transposed, which this does not count.
         forward_out: The forward's output.
         backward_out: The gradients of tokens and of float32 probabilities.
         num_row_blocks: Blocks of 128 received rows, pad rows included, that ``kept``, ``forward``

@@ -117,9 +117,18 @@ def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
 def test_main_loops_fence_what_threads_have_copied(kernels: machine_code.Kernels) -> None:
     found = machine_code.fenced_loops(kernels)
     forwards = [sorted(loops) for name, loops in found.items() if "ForwardPass" in name]
-    backwards = [sorted(loops) for name, loops in found.items() if "BackwardPass" in name]
     assert forwards == [[False, True]] * (2 * 8)  # TMA's rows, and those that are read in place
-    assert backwards == [[False, False, True]] * (2 * 8)  # and the weights' gradients
+    backwards = {
+        is_transposed: [
+            sorted(loops)
+            for name, loops in found.items()
+            if "BackwardPass" in name and (f"Lb{is_transposed:d}EEEE" in name)
+        ]
+        for is_transposed in (False, True)
+    }
+    # The same, and the weights' gradients, with dY read in place, unless weights are transposed.
+    assert backwards[False] == [[False, False, True, True]] * 8
+    assert backwards[True] == [[False, False, True]] * 8
 
 
 @pytest.mark.timeout(900)

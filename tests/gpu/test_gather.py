@@ -39,6 +39,46 @@ def test_gathered_rows_give_the_same_bits(
     layer.check_guards()
 
 
+@pytest.mark.parametrize("accumulated", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize("hidden", [192, 256, 448])
+@pytest.mark.parametrize("intermediate", [192, NARROW, WIDE])
+@pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gathered_rows_of_a_gradient_give_the_bits_of_copies(
+    dtype: torch.dtype, case: str, intermediate: int, hidden: int, accumulated: bool
+):
+    """Transposed weights have rows of dY copied, and are multiplied in the same order.
+
+    At some hidden sizes a tile, or half of it, lies behind the last column.
+    """
+    config = make_config(
+        1, gated=True, activation=Activation.SILU, hidden=hidden, intermediate=intermediate
+    )
+    inputs = steps.make_inputs(config, getattr(cases, case), TOKENS[1], dtype=dtype)
+    results = []
+    for transposed in (True, False, False):
+        layer = VirtualLayer(config)
+        weights = steps.weights_of(config, inputs, transposed=transposed)
+        grads = steps.make_grads(layer, weights, initial=1.0 if accumulated else None)
+        results.append(steps.step(layer, inputs, weights, grads))
+        torch.cuda.synchronize()
+        layer.check_guards()
+    for got in results[1:]:
+        steps.assert_same_bits(got, results[0])
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 191, 193, 300])
+def test_gradients_of_any_number_of_rows(rows: int):
+    """The last stage of K has pads; the rows of the expert behind it are not among them."""
+    config = make_config(1, num_experts=2, topk=1, gated=True, activation=Activation.SILU)
+    inputs = steps.make_inputs(config, cases.to_one_expert, [300])
+    routing_map = inputs.routing_map[0]
+    routing_map.zero_()
+    routing_map[:rows, 0] = routing_map[rows:, 1] = True
+    inputs.probs[0].copy_(routing_map * 0.75)
+    steps.check(config, inputs)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129, 300])
 def test_any_number_of_rows(num_tokens: int):
     config = make_config(1, num_experts=1, topk=1)
@@ -62,17 +102,24 @@ def test_rows_that_are_read_in_place_until_they_are_copied_or_copied_apart(
 
 
 @pytest.mark.parametrize(("intermediate", "gathers"), [(NARROW, True), (WIDE, False)])
-def test_only_narrow_experts_gather(intermediate: int, gathers: bool):
-    config = make_config(1, intermediate=intermediate)
+@pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
+def test_only_narrow_experts_gather(intermediate: int, gathers: bool, transposed: bool):
+    """What makes no pads copies no rows; with transposed weights a backward always does."""
+    config = make_config(1, intermediate=intermediate, gated=True, activation=Activation.SILU)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
-    weights = steps.weights_of(config, inputs)
+    weights = steps.weights_of(config, inputs, transposed=transposed)
     layer = VirtualLayer(config)
     arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
+    last = 0
 
-    def pads_made(training: bool) -> int:
-        before = layer.backends[0].traffic.pad_rows_local
-        layer.forward(*arguments, training=training)
-        return layer.backends[0].traffic.pad_rows_local - before
+    def pads_made() -> int:
+        nonlocal last
+        before, last = last, layer.backends[0].traffic.pad_rows_local
+        return last - before
 
-    assert pads_made(training=True) > 0
-    assert (pads_made(training=False) == 0) == gathers
+    layer.forward(*arguments, training=False)
+    assert (pads_made() == 0) == gathers
+    forward = layer.forward(*arguments)
+    assert pads_made() > 0
+    steps.backward(layer, inputs, weights, forward)
+    assert (pads_made() == 0) == (gathers and not transposed)

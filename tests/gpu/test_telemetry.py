@@ -80,8 +80,10 @@ def test_a_launch_tells_of_itself() -> None:
         assert list(one.expert_rows) == selected.sum(0).tolist()
         assert one.num_rows == int(selected.sum())
         assert one.num_row_blocks == sum(-(-rows // 128) for rows in one.expert_rows)
-        # A token's row is fetched once, whatever the number of its experts here.
-        assert one.rows_pulled == (int(selected.any(1).sum()),)
+        # A token's row is fetched once, whatever the number of its experts here; the backward of
+        # narrow experts on one GPU reads it where it is.
+        fetched = int(selected.any(1).sum()) if one.direction == "forward" else 0
+        assert one.rows_pulled == (fetched,)
         assert one.num_ctas == run.backend.num_ctas
     for earlier, later in itertools.pairwise(taken):
         assert 0 < earlier.begin_ns < earlier.end_ns <= later.begin_ns

@@ -793,6 +793,20 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "weight gradients wait for copies of rows that no warp makes",
+        "not_copied",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "        if (access_ == RowAccess::kInPlaceUntilCopied) {\n"
+                "            protocol::await_for_tma<A>(\n",
+                "        if (reads_in_place()) {\n            protocol::await_for_tma<A>(\n",
+            ),
+        ),
+    ),
+    Mutant(
         "the first dispatch warp that is done tells that all are",
         "in_place",
         HANG,

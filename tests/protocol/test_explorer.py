@@ -22,6 +22,7 @@ COMPLETE = {
     "ctas2_grads_slots": 3_600,
     "first_copied": 16_000,
     "in_place": 1_200,
+    "not_copied": 400,
     "ahead": 76_000,
 }
 BOUNDED = {

@@ -141,14 +141,16 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
 // before the arrive-on that `cp.async.mbarrier.arrive` makes; a processor's wait on the phase
 // synchronizes with all arrivals; the processor's `fence.proxy.async` orders what the generic proxy
 // wrote before the reads of wgmma; its arrival at `empty` follows those reads, and this warp waits
-// for that before TMA or a copy writes the same room again. Scope: one warp.
-template <class Ring, class LoadB, class Gather, class Take, class Announce>
+// for that before TMA or a copy writes the same room again. `advance` is called once a stage is on
+// its way. Scope: one warp.
+template <class Ring, class LoadB, class Gather, class Advance, class Take, class Announce>
 __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
                                                      const Ring& ring,
                                                      RingCursor<Ring::kNumStages>& cursor,
                                                      int num_k_blocks,
                                                      LoadB load_b,
                                                      Gather gather,
+                                                     Advance advance,
                                                      Take take,
                                                      Announce announce) {
     const auto by_one = [](auto& act) {
@@ -183,6 +185,7 @@ __device__ __forceinline__ void stream_gathered_tile(const Watchdog& watchdog,
             }
             __syncwarp();
             cursor.advance();
+            advance();
         },
         by_one(take), by_one(announce));
 }
@@ -198,7 +201,19 @@ __device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, i
     return n * BLOCK_N + box * kBoxRows;
 }
 
-// A tile of a weight's gradient: rows of the expert are K of both operands.
+// Loads stage k of the right operand of a weight's gradient.
+__device__ __forceinline__ void load_right(const WeightGradProduct& product,
+                                           const TileInfo& tile,
+                                           int first_row,
+                                           Stage& stage,
+                                           Barrier& full,
+                                           int k) {
+    load_boxes<Major::MN>([&](int) { return &product.right; }, full, stage.b, k, first_row, true,
+                          int(ptx::cluster_rank()),
+                          [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
+}
+
+// A tile of a weight's gradient: rows of the expert are K of both operands. Scope: one thread.
 template <class Ring, class Take, class Announce>
 __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
                                                    const Ring& ring,
@@ -216,15 +231,37 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
                                   false, cta, [&](int) { return tile.m * BLOCK_M; });
         },
         [&](auto& stage, Barrier& full, int k) {
-            load_boxes<Major::MN>([&](int) { return &product.right; }, full, stage.b, k, first_row,
-                                  true, cta,
-                                  [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
+            load_right(product, tile, first_row, stage, full, k);
         },
         [] {}, take, announce);
 }
 
+// The same for fc2's gradient where no rows of dY are copied. Scope: one warp.
+template <class Ring, class Take, class Announce>
+__device__ __forceinline__ void stream_gathered_grad(const BackwardArgs& args,
+                                                     const Ring& ring,
+                                                     RingCursor<Ring::kNumStages>& cursor,
+                                                     const TileInfo& tile,
+                                                     Take take,
+                                                     Announce announce) {
+    const WeightGradProduct& product = product_of(args, tile);
+    const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;
+    const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
+    GatheredSlabs slabs(args.plan, first_row, num_k_blocks, args.shape.row_bytes());
+    stream_gathered_tile(
+        args.watchdog, ring, cursor, num_k_blocks,
+        [&](auto& stage, Barrier& full, int k) {
+            load_right(product, tile, first_row, stage, full, k);
+        },
+        [&](auto& stage, int) {
+            gather_box(slabs, args.x, tile.m * BLOCK_M, args.shape.hidden, stage.a[0]);
+        },
+        [&] { slabs.advance(); }, take, announce);
+}
+
 // Weight gradients read what finishers have made of GEMM0 in all blocks. The rows, which they read
-// as well, were there before, unless GEMM0 has read them elsewhere.
+// as well, were there before, unless GEMM0 has read them elsewhere; and if no copies are made, they
+// are read where GEMM0 has read them.
 __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
     const uint32_t target =
         uint32_t(kNumProcessors * args.num_n_tiles[0]) * uint32_t(args.plan.header->num_row_blocks);
@@ -232,7 +269,7 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
         &args.workspace.tickets->differentiated, target, [&](auto load, auto done) {
             wait_for(args.watchdog, {Wait::kLoaderAct, -1, -1, target}, load, done);
         });
-    if (not reads_in_place(args)) return;
+    if (args.row_access != RowAccess::kInPlaceUntilCopied) return;
     protocol::await_for_tma<Atomics>(
         &args.workspace.tickets->dispatched, gridDim.x, [&](auto load, auto done) {
             wait_for(args.watchdog, {Wait::kLoaderRows, -1, -1, gridDim.x}, load, done);
@@ -285,6 +322,12 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                     }
                     is_differentiated = true;
                     __syncwarp();
+                    if constexpr (Pass::kGathersGrads) {
+                        if (is_gathered(args, tile)) {
+                            stream_gathered_grad(args, ring, cursor, tile, take, announce);
+                            return;
+                        }
+                    }
                     if (auto own = cursor; cute::elect_one_sync()) {
                         stream_weight_grad(args, ring, own, tile, take, announce);
                     }
@@ -333,7 +376,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                         [&](auto& stage, int k) {
                             gather_box(rows, args.x, k * BLOCK_K, stage.a[0]);
                         },
-                        take, announce);
+                        [] {}, take, announce);
                     return;
                 }
             }

@@ -98,8 +98,14 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                 store_no_weight_grad(args, grad);
                 continue;
             }
-            Mainloop<T, Major::MN, Major::MN>::template run<false>(
-                accumulator, ring, cursor, num_k_blocks, warpgroup, waited, args.watchdog);
+            using Grad = Mainloop<T, Major::MN, Major::MN>;
+            if (Pass::kGathersGrads and is_gathered(args, tile)) {
+                Grad::template run<Pass::kGathersGrads>(accumulator, ring, cursor, num_k_blocks,
+                                                        warpgroup, waited, args.watchdog);
+            } else {
+                Grad::template run<false>(accumulator, ring, cursor, num_k_blocks, warpgroup,
+                                          waited, args.watchdog);
+            }
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
             if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
                 // Ends copies of a spare slot's tile before: its finisher relies on it.

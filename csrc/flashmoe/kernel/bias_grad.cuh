@@ -13,6 +13,7 @@ struct BiasGradArgs {
     Plan plan;
     // fc1, then fc2.
     const char* rows[2];  // [row][width]: the gradient of fc1's output, dY
+    bool is_by_token;     // dY is [token][width]
     int width[2];
     void* const* grads[2];  // device: by local expert; null: not wanted
     bool accumulate;
@@ -36,8 +37,10 @@ __global__ __launch_bounds__(kBiasGradThreads)  //
 #pragma unroll 4
         for (int i = warp; i < args.plan.expert_rows[expert]; i += kWarps) {
             float values[8];
-            unpack8<T>(*reinterpret_cast<const uint4*>(
-                           args.rows[which] + ((first + i) * width + column) * kElementBytes),
+            const int64_t row =
+                which == 1 and args.is_by_token ? args.plan.row_meta[first + i].token : first + i;
+            unpack8<T>(*reinterpret_cast<const uint4*>(args.rows[which] +
+                                                       (row * width + column) * kElementBytes),
                        values);
             const float scale = which == 0 ? 1.0f : args.plan.row_prob[first + i];
 #pragma unroll

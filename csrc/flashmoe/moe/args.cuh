@@ -45,7 +45,7 @@ struct Choices {
 };
 
 // How GEMM0 gets at the rows of its tokens. A rank that is alone has all of them at home, and so a
-// choice; it is the same for a plan and all launches along it, but where a forward keeps nothing.
+// choice; it is the same for a plan and all launches along it, unless a launch copies nothing.
 enum class RowAccess : int {
     kCopied,       // in copies; of the first tiles' tokens all warps copy all rows
     kFirstCopied,  // in copies; of these tokens all warps copy what the first tiles read alone

@@ -63,4 +63,80 @@ __device__ __forceinline__ void gather_box(const GatheredRows& rows,
     }
 }
 
+// The rows of an expert as K of a gradient: what a lane copies of a stage's 64 rows. Each stage has
+// other rows, so their places are worked out while the processors multiply the stage before, and
+// the tokens are loaded one stage earlier still. Scope: one warp.
+class GatheredSlabs {
+ public:
+    static constexpr int kCount = BLOCK_K / kGatherRows;  // rows that a lane copies of
+
+    __device__ __forceinline__
+    GatheredSlabs(const Plan& plan, int first_row, int num_slabs, int row_bytes)
+        : meta_(plan.row_meta + first_row + int(threadIdx.x % 32)),
+          num_left_(num_slabs),
+          row_chunks_(uint32_t(row_bytes) / 16) {
+        load();
+        advance();
+    }
+    // Goes on to the next stage's rows.
+    __device__ __forceinline__ void advance() {
+        const int lane = threadIdx.x % 32;
+        are_tokens_ = 0;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int row = i * kGatherRows;
+            const int of_row = __shfl_sync(~0u, token_[row / 32], row % 32 + lane / 8);
+            are_tokens_ |= uint32_t(of_row >= 0) << i;
+            chunk_[i] = uint32_t(max(of_row, 0)) * row_chunks_ + uint32_t(lane % 8);
+        }
+        load();
+    }
+    __device__ __forceinline__ uint32_t chunk(int i) const { return chunk_[i]; }
+    __device__ __forceinline__ uint32_t are_tokens() const { return are_tokens_; }
+
+ private:
+    // Rows end with the last expert's.
+    __device__ __forceinline__ void load() {
+        if (num_left_-- <= 0) return;
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 32; ++i) token_[i] = meta_[i * 32].token;
+        meta_ += BLOCK_K;
+    }
+
+    const RowMeta* meta_;
+    int num_left_;
+    uint32_t row_chunks_;
+    int token_[BLOCK_K / 32] = {};
+    uint32_t chunk_[kCount];
+    uint32_t are_tokens_;
+};
+
+// Copies 128 columns of each row into a box whose rows are K, as TMA has them: 64 columns of all
+// rows, then the next 64. Zeros for pad rows, and for columns from `width` on.
+__device__ __forceinline__ void gather_box(
+    const GatheredSlabs& slabs, const char* x, int column, int width, uint8_t (&box)[kBoxBytes]) {
+    constexpr int kBoxRowBytes = BLOCK_K * kElementBytes, kHalfBytes = BLOCK_K * kBoxRowBytes;
+    static_assert(2 * kHalfBytes == kBoxBytes);
+    const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
+    const uint32_t to = uint32_t(__cvta_generic_to_shared(box)) + row * kBoxRowBytes;
+    const uint32_t even = to + (chunk ^ row) * 16, odd = to + (chunk ^ row ^ kGatherRows) * 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first = column + half * BLOCK_K;
+        const bool is_inside = first < width;
+        // The last token has nothing where a column past its width would be.
+        const auto* from =
+            reinterpret_cast<const uint4*>(x + (is_inside ? first : 0) * kElementBytes);
+        uint32_t are_tokens = is_inside ? slabs.are_tokens() : 0;
+        asm volatile("" : "+r"(are_tokens));  // as above
+        ptx::delay_point();
+#pragma unroll
+        for (int i = 0; i < GatheredSlabs::kCount; ++i) {
+            ptx::copy_16_async(
+                (i % 2 == 0 ? even : odd) + half * kHalfBytes + i * kGatherRows * kBoxRowBytes,
+                from + slabs.chunk(i), are_tokens >> i & 1);
+        }
+    }
+}
+
 }  // namespace flashmoe

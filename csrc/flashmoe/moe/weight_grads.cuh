@@ -53,6 +53,12 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
     return TileInfo::nothing(TileInfo::kNoTile);
 }
 
+// True if threads copy the left operand, and not TMA: for fc2's gradient it is dY, which is read
+// where its tokens lie unless a pass copies it.
+__device__ __forceinline__ bool is_gathered(const BackwardArgs& args, const TileInfo& tile) {
+    return args.row_access == RowAccess::kInPlace and tile.gemm == kFirstWeightGrad;
+}
+
 // 0 for an expert without rows, whose gradient is zero.
 __device__ __forceinline__ int weight_grad_k_blocks(const Plan& plan, const TileInfo& tile) {
     return ceil_div(plan.expert_rows[tile.expert], BLOCK_K);

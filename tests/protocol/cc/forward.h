@@ -276,8 +276,9 @@ class Agent {
         topk_ = launch.topk;
         width_ = launch.width;
         access_ = s_.row_access;
-        // Whatever follows a forward wants copies.
-        if (access_ == RowAccess::kInPlace and launch.kind != Kind::kForward) {
+        // Nothing else leaves the rows where they are.
+        if (access_ == RowAccess::kInPlace and launch.kind != Kind::kForward and
+            launch.kind != Kind::kBackward) {
             access_ = RowAccess::kInPlaceUntilCopied;
         }
         if (follows(launch) and unfollowed() != 0) return leave_unmatched(launch);
@@ -869,12 +870,12 @@ class Agent {
     }
 
     // One tile for each expert and product: moe/weight_grads.cuh. It reads what dispatch and GEMM0
-    // have left of all rows of the expert.
+    // have left of all rows of the expert, or the rows where their tokens are.
     void compute_weight_grad(uint32_t epoch, int product, int local) {
         protocol::await_for_tma<A>(
             here_.counter(M::kDifferentiated), uint32_t(s_.warps * s_.n_tiles[0] * num_blocks()),
             [&](auto load, auto done) { wait("weight gradients wait for GEMM0", load, done); });
-        if (reads_in_place()) {
+        if (access_ == RowAccess::kInPlaceUntilCopied) {
             protocol::await_for_tma<A>(
                 here_.counter(M::kDispatched), uint32_t(s_.ctas),
                 [&](auto load, auto done) { wait("weight gradients wait for rows", load, done); });
@@ -887,7 +888,12 @@ class Agent {
             if (int(unit >> 8 & 255) != local) continue;
             const int first = int(unit >> 16 & 0xffff) * s_.block_rows;
             for (int row = first; row < first + int(unit & 255) * s_.block_rows; ++row) {
-                sum += A::read_by_tma(&here_.received[row]);
+                if (access_ == RowAccess::kInPlace) {
+                    const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+                    sum += meta.pad ? 0 : x_value(epoch, rank_, meta.token);
+                } else {
+                    sum += A::read_by_tma(&here_.received[row]);
+                }
                 for (int n = 0; n < s_.n_tiles[0]; ++n) {
                     sum += A::read_by_tma(&here_.act[row * s_.n_tiles[0] + n]);
                 }

@@ -1318,6 +1318,14 @@ MUTATIONS = (
         "::test_graphs_of_a_group_that_is_destroyed_are_captured_again",
     ),
     Mutation(
+        "Megatron's graph is captured into the pool of one that is no more",
+        "_drop_graphs",
+        "setattr(module, _POOL, None)",
+        "pass",
+        "tests/megatron/test_graphs.py"
+        "::test_graphs_of_a_group_that_is_destroyed_are_captured_again",
+    ),
+    Mutation(
         "groups between hosts outlive the group that they are for",
         "free",
         "destroy_own(self.rail)",

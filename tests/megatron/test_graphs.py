@@ -138,6 +138,7 @@ def test_graphs_of_a_group_that_is_destroyed_are_captured_again() -> None:
 
     module = ModuleType("full_cuda_graph")
     module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
+    module._shared_graph_pool = (0, 1)  # type: ignore[attr-defined]
     schedule.patch_full_graph(module)
     heap, other = Captured(), Captured()
     with pytest.MonkeyPatch.context() as patch:
@@ -151,5 +152,6 @@ def test_graphs_of_a_group_that_is_destroyed_are_captured_again() -> None:
     assert FullCudaGraphWrapper.cuda_graph == {"training": None, "validation": None}
     assert FullCudaGraphWrapper.result == {"training": None, "validation": "others"}
     assert FullCudaGraphWrapper.curr_iteration == {"training": 0, "validation": 1}
+    assert module._shared_graph_pool is None  # else PyTorch refuses to capture into the old one
     assert not other.end()
     assert reset == ["training"]

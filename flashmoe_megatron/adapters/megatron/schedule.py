@@ -32,9 +32,11 @@ from flashmoe_megatron.kernel.captured import Drop, dropped_by
 _FREES = "should_free_input"
 """Megatron's answer to whether a node frees its inputs; its module depends on the release."""
 
-
 _NODES = "build_transformer_layer_callables"
 """Megatron's function that makes a layer's nodes."""
+
+_POOL = "_shared_graph_pool"
+"""The memory pool of all of Megatron's graphs in 0.19.2; older releases have none."""
 
 MODULES = ("core.models.gpt.fine_grained_callables", "core.models.common.utils")
 """The modules of Megatron that may have it: the second one in 0.19."""
@@ -102,18 +104,23 @@ def _as_stock(original: Function) -> Function:
 def patch_full_graph(module: ModuleType) -> None:
     """Makes the wrapper of an iteration raise what the experts' launches have found."""
     wrapper = module.FullCudaGraphWrapper
-    drop = functools.partial(_drop_graphs, wrapper)
+    drop = functools.partial(_drop_graphs, module)
     patch(wrapper, "__call__", lambda original: _repeated(_raise_faults(original, drop), drop))
 
 
-def _drop_graphs(wrapper: Any) -> None:
+def _drop_graphs(module: Any) -> None:
     """Has Megatron capture its graphs again, after its iterations of warm-up."""
+    wrapper = module.FullCudaGraphWrapper
     made = {stage: graph for stage, graph in wrapper.cuda_graph.items() if graph is not None}
     for stage, graph in made.items():
         graph.reset()
         wrapper.cuda_graph[stage] = wrapper.result[stage] = None
         wrapper.curr_iteration[stage] = 0
     if made:
+        # PyTorch captures nothing into a pool that no graph has any more but whose memory is not
+        # all free, and Megatron would name the pool of all its graphs again.
+        if hasattr(module, _POOL):
+            setattr(module, _POOL, None)
         gc.collect()
         torch.cuda.empty_cache()  # their pool
 

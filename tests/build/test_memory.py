@@ -112,7 +112,11 @@ def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> Non
     assert some.kept - none.kept == rows * (config.hidden + config.fc1_rows) * 2
     assert none.forward == none.backward == 0
     assert some.forward == rows * (config.hidden + config.intermediate) * 2
-    assert some.backward >= some.forward + rows * (config.hidden + config.fc1_rows) * 2
+    # Narrow experts of a rank that is alone read rows of dY where tokens have them.
+    copied = 0 if config.num_ranks == 1 and config.intermediate <= 512 else config.hidden
+    apart = some.backward - some.forward - rows * config.fc1_rows * 2  # and partial sums
+    assert rows * copied * 2 <= apart
+    assert (apart < rows * config.hidden * 2) == (copied < config.hidden and blocks > 0)
     lean = plan_memory(config, num_row_blocks=blocks, keep="preactivations")
     received = rows * config.hidden * 2
     assert (some.kept - lean.kept, lean.forward - some.forward) == (received, received)

@@ -94,10 +94,10 @@ def share(text: str) -> float:
 
 
 def row_bound(text: str) -> float:
-    """A factor that a backend accepts as its ``row_bound``."""
+    """A factor that a backend accepts as its ``row_bound``; tools have no training to measure."""
     value = float(text)
     try:
         BackendOptions(row_bound=value)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(str(error).replace("auto or ", "")) from None
     return value

@@ -405,6 +405,8 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     workspace = (1024 if has_slots else 256) + bindings.MAX_LOCAL_EXPERTS * MOST_CTAS + 64
     workspace += 3 * blocks + (ranks + 1) * slots
     workspace += fields["num_experts"] + ranks * spare if spare else 0
+    # Narrow experts of a rank that is alone read rows of dY where tokens have them.
+    copies_grads = bool(ranks > 1 or fields["is_transposed"] or width > 512)
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": 2 * 128 * matrices * slots + (8 * matrices * local if spare else 0),
@@ -413,7 +415,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [
             256 * (width + hidden),
-            256 * (width + 2 * hidden + fc1_rows) + -(-width // 256) * 128 * 4,
+            256 * (width + (1 + copies_grads) * hidden + fc1_rows) + -(-width // 256) * 128 * 4,
         ],
         "workspace_bytes": 4 * workspace,
     }

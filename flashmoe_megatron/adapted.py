@@ -49,7 +49,7 @@ class AdaptedWeights(ExpertWeights):
 
     @property
     def additions(self) -> "tuple[Addition, Addition]":
-        """What is added to fc1 and to fc2."""
+        """The addition to fc1 and that to fc2."""
         return (
             Addition("fc1", self.fc1, self.fc1_down, self.fc1_up, self.fc1_scale),
             Addition("fc2", self.fc2, self.fc2_down, self.fc2_up, self.fc2_scale),

@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 Targets = Sequence[WeightGrad | None]
-"""Where the gradients of one kind of weights go, ``None`` where none is wanted."""
+"""The buffers for gradients of one kind of weights; an unwanted gradient has ``None``."""
 
 
 class Grads(NamedTuple):

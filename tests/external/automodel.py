@@ -341,7 +341,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "relu2": {"expert_activation": "relu2"},
     "weights after fc2": {"apply_router_weight_after_down": True},
 }
-"""What Automodel's experts compute, as changes of its MoE configuration."""
+"""Changes of Automodel's MoE configuration, each for another function of experts."""
 
 
 def main(say: Callable[[str], object] = print) -> None:

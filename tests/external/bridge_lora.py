@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[bool, dict[str, Any]]] = {
     "one each, normalized": (True, {"share_expert_adapters": False, "normalize_moe_lora": True}),
     "shared outer": (True, {"experts_shared_outer_loras": True}),
 }
-"""Whether experts are grouped, and arguments of ``LoRA``."""
+"""The kinds of adapters: true for grouped experts, and the arguments of ``LoRA``."""
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "groups": 2, "channels": 16, "experts": 8}
 SHAPE |= {"topk": 2, "vocabulary": 128, "sequence": 32}
 

@@ -14,27 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.call import GradCounters
-from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.data_parallel import prepare_for_ddp
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.oracle import assert_close
 from tests.distributed import RankPool
 from tests.frameworks.models import SEQUENCE, VOCABULARY, make_config
+from tests.frameworks.test_peft import CONFIG, HIDDEN
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-HIDDEN, EXPERTS, RANK = 64, 8, 4
-CONFIG = MoEConfig(
-    hidden=HIDDEN,
-    intermediate=HIDDEN,
-    num_experts=EXPERTS,
-    topk=2,
-    activation="silu",
-    gated=True,
-    num_ranks=1,
-    max_tokens=64,
-)
+RANK = 4
 WHERE = {"target_parameters": ["moe.fc1", "moe.fc2"], "target_modules": ["router"]}
 Grads = dict[str, torch.Tensor]
 

@@ -139,7 +139,7 @@ def test_what_has_been_run_is_kept(results: Path, capsys: pytest.CaptureFixture[
     assert len(mixtral.card["arms"]) == 3
     other = {OURS.name: times(250, gpus=["NVIDIA H100 80GB HBM3"])}
     with pytest.raises(ValueError, match=r"NVIDIA H100.*wanted .*H200"):
-        keep(results / H200, QWEN3, other)
+        keep(results / H200, {QWEN3.name: other})
 
 
 def test_a_picture_shows_each_run(results: Path) -> None:

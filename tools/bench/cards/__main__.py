@@ -73,10 +73,10 @@ def main(arguments: list[str]) -> int:
         return 0
     models = [each for each in MODELS if not options.models or each.name in options.models]
     if options.command == "keep":
-        for model in models:
-            folder = folder_of(options.out, model, gpus_of(options.file))
-            added = keep(options.file, model, read_records(folder))
-            print(f"{model.name}: {', '.join(added) or 'nothing'}")
+        gpus = gpus_of(options.file)
+        ran = {model.name: read_records(folder_of(options.out, model, gpus)) for model in models}
+        for name, added in keep(options.file, ran).items():
+            print(f"{name}: {', '.join(added) or 'nothing'}")
         return 0
     if options.command == "pages":
         for model in models:

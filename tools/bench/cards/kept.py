@@ -82,16 +82,16 @@ def read_kept(path: Path) -> dict[str, Records]:
     return found
 
 
-def keep(path: Path, model: Model, records: Records) -> list[str]:
-    """Adds the results of a card to a file of kept records, which loses what it had for these arms.
+def keep(path: Path, by_model: dict[str, Records]) -> dict[str, list[str]]:
+    """Adds the results of cards to a file of kept records, which loses what it had for these arms.
 
     Args:
         path: The file, which need not exist.
-        model: What was trained.
-        records: What has been run, by the names of the arms. Arms without a result are left out.
+        by_model: What has been run, by the names of the models, and then of the arms. Arms without
+            a result are left out.
 
     Returns:
-        The names of the arms that were added.
+        The names of the arms that were added, by the names of the models.
 
     Raises:
         ValueError: The file's name is not that of kept records, a line is of no known model, or
@@ -99,18 +99,19 @@ def keep(path: Path, model: Model, records: Records) -> list[str]:
     """
     gpus_of(path)
     kept = read_kept(path) if path.is_file() else {}
-    done = {arm: record for arm, record in records.items() if is_done(record)}
     have = {tuple(record["gpus"]) for by_arm in kept.values() for record in by_arm.values()}
-    for arm, record in done.items():
-        if have and tuple(record["gpus"]) not in have:
-            raise ValueError(
-                f"{arm} of {model.name}: got {record['gpus']}, wanted {have} as {path}"
-            )
-    of_model = kept.setdefault(model.name, {})
-    of_model |= {arm: {"model": model.name, "arm": arm, **one} for arm, one in done.items()}
+    added = {}
+    for model, records in by_model.items():
+        done = {arm: record for arm, record in records.items() if is_done(record)}
+        for arm, record in done.items():
+            if have and tuple(record["gpus"]) not in have:
+                raise ValueError(f"{arm} of {model}: got {record['gpus']}, wanted {have} as {path}")
+        of_model = kept.setdefault(model, {})
+        of_model |= {arm: {"model": model, "arm": arm, **one} for arm, one in done.items()}
+        added[model] = list(done)
     lines = [json.dumps(line) + "\n" for by_arm in kept.values() for line in by_arm.values()]
     path.write_text("".join(lines))
-    return list(done)
+    return added
 
 
 def shown(cards: list[KeptCard]) -> list[KeptCard]:

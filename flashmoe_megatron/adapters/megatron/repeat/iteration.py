@@ -114,7 +114,7 @@ class Iterations:
     def _measure(
         self, model: "_Model", call: Call, arguments: dict[str, Any], leave_graphs: Leave
     ) -> Any:
-        """Runs an iteration with exact buffers, the last of which sets the bound."""
+        """Runs an iteration with exact buffers; the last such iteration sets the bound."""
         leave_graphs()
         with _exact_buffers():
             result = call(**arguments)
@@ -212,8 +212,9 @@ class _Model:
         """
         kind = bool(arguments.get("forward_only"))
         if kind not in self._agreed:
-            told = Ranks(dist.group.WORLD).gather(self.problem(arguments))
-            self._agreed[kind] = next((one for one in told if one is not None), None)
+            problems = Ranks(dist.group.WORLD).gather(self.problem(arguments))
+            found = [problem for problem in problems if problem is not None]
+            self._agreed[kind] = found[0] if found else None
         first, what = self._agreed[kind], "a batch of evaluation" if kind else "an iteration"
         if first is not None and _is_measured():
             raise ConfigError(

@@ -111,7 +111,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """First what was never tried, in the order of models; behind all, what failed least often."""
     first, second = QWEN3, MODELS[1]
     folder = folder_of(tmp_path, first, 1)
-    arms = arms_of(first)
+    arms = arms_of(first, 1)
     write_record(folder, arms[0], record())
     write_record(folder, arms[1], record("failed", tries=2))
     write_record(folder, arms[2], record("time", tries=1))
@@ -120,7 +120,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert todo(read_records(folder), arms) == [*arms[4:], arms[2], arms[1]]
     order = [(model.name, arm) for model, arm in all_todo(tmp_path, [first, second], 1)]
     fresh = [(first.name, arm) for arm in arms[4:]]
-    fresh += [(second.name, arm) for arm in arms_of(second)]
+    fresh += [(second.name, arm) for arm in arms_of(second, 1)]
     assert order == [*fresh, (first.name, arms[2]), (first.name, arms[1])]
 
 
@@ -129,7 +129,7 @@ def test_a_card_says_what_it_misses() -> None:
     card = card_of(QWEN3, records, 1)
     assert [line["arm"] for line in card["arms"]] == [OURS.name]
     assert card["missing"][THEIRS.name] == "failed"
-    assert len(card["missing"]) == len(arms_of(QWEN3)) - 1
+    assert len(card["missing"]) == len(arms_of(QWEN3, 1)) - 1
     assert set(card["missing"].values()) == {"failed", "not run"}
     text = "\n".join(markdown(card))
     assert "| 0.200 (0.200 to 0.200) | 350 | 163,840 | 190.0 | 50.0 |" in text
@@ -300,16 +300,19 @@ def test_time_in_which_several_work_counts_once() -> None:
     assert watched.covered([(5, 9), (0, 4), (2, 6), (20, 21), (7, 8)]) == 10
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_flashmoe_has_what_it_is_compared_with(model: Model) -> None:
-    arms = arms_of(model)
+def test_flashmoe_has_what_it_is_compared_with(model: Model, gpus: int) -> None:
+    arms = arms_of(model, gpus)
     assert len({arm.name for arm in arms}) == len(arms)
     for arm in arms:
-        words = arm.flags(model)
+        words = arm.flags(model, gpus)
         reference = Arm("alltoall", "pieces", arm.is_forced)
         assert reference in arms
         assert ("--moe-router-force-load-balancing" in words) == arm.is_forced
         assert ("--flashmoe-row-bound" in words) == (arm.graph == "whole")
+        assert ("--flashmoe-spare-slots" in words) == (arm.variant == "slots")
+        assert gpus > 1 or arm.variant != "slots"
         assert arm.graph != "whole" or arm.dispatcher == "flashmoe"
 
 
@@ -372,7 +375,7 @@ def test_arms_import_at_the_same_time_and_train_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(TAKES_ITS_TURN)
-    names = [arm.name for arm in arms_of(QWEN3)[:3]]
+    names = [arm.name for arm in arms_of(QWEN3, 1)[:3]]
 
     def command(_: Model, arm: Arm, script: Path, *__: Any) -> list[str]:
         return [sys.executable, str(script), str(tmp_path), arm.name, str(len(names))]

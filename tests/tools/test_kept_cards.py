@@ -122,7 +122,7 @@ def test_what_is_no_file_of_kept_records_is_refused(results: Path) -> None:
 
 def test_what_has_been_run_is_kept(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A result takes the place of an older one of its arm; what has none stays out."""
-    arms = arms_of(QWEN3)
+    arms = arms_of(QWEN3, 1)
     folder = folder_of(results / "runs", QWEN3, 1)
     write_record(folder, OURS, times(240))
     write_record(folder, arms[-1], times(500))

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> int:
     script = options.megatron / "pretrain_gpt.py"
     if options.list:
         for model in models:
-            for arm in arms_of(model):
+            for arm in arms_of(model, options.gpus):
                 seen = folder_of(options.out, model, options.gpus) / f"{arm.name}.seen"
                 print(" ".join(command_of(model, arm, script, seen, options.gpus)))
         return 0

@@ -9,6 +9,7 @@ PIECES = "--cuda-graph-impl transformer_engine --cuda-graph-modules"
 WHOLE = "--cuda-graph-impl full_iteration"
 FP8 = "--fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather"
 FORCED = "--moe-router-force-load-balancing"
+SLOTS = "--flashmoe-spare-slots 2"
 
 
 @dataclass(frozen=True)
@@ -22,14 +23,15 @@ class Arm:
         is_forced: Whether the router's choice is random, so that experts get the same.
         variant: "" for arms that are compared; "fp8" in blockwise FP8; "noise" for the run that
             rounds in another order, which tells how far rounding alone moves a loss; "cutlass" with
-            Transformer Engine's grouped product by CUTLASS.
+            Transformer Engine's grouped product by CUTLASS; "slots" with spare slots, which hold
+            copies of hot experts.
         variables: Environment variables of its own.
     """
 
     dispatcher: Literal["flashmoe", "alltoall"]
     graph: Literal["pieces", "whole"]
     is_forced: bool
-    variant: Literal["", "fp8", "noise", "cutlass"] = ""
+    variant: Literal["", "fp8", "noise", "cutlass", "slots"] = ""
     variables: dict[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -44,8 +46,8 @@ class Arm:
         """The name of the run that tells the noise of this one's routing."""
         return Arm("alltoall", "pieces", self.is_forced, "noise").name
 
-    def flags(self, model: Model) -> list[str]:
-        """Returns the script's flags except those of the model."""
+    def flags(self, model: Model, gpus: int) -> list[str]:
+        """Returns the script's flags on so many GPUs, except those of the model."""
         # FP8's attention keeps state that a graph of it would replay.
         modules = "moe_router moe_preprocess"
         if self.variant != "fp8":
@@ -59,12 +61,23 @@ class Arm:
         if self.is_forced:
             words += FORCED.split()
         if self.dispatcher == "flashmoe" and self.graph == "whole":
-            words += ["--flashmoe-row-bound", f"{model.row_bound:g}"]
+            words += ["--flashmoe-row-bound", f"{row_bound(gpus):g}"]
+        if self.variant == "slots":
+            words += SLOTS.split()
         return words
 
 
-def arms_of(model: Model) -> list[Arm]:
-    """A model's arms, the most important first."""
+def row_bound(gpus: int) -> float:
+    """Returns the row bound of the arms with one graph, whose buffers do not grow by themselves.
+
+    One GPU has all experts, and gets exactly the mean. With natural routing one of several gets
+    more; a bound that it exceeds is raised in a repeated iteration.
+    """
+    return 1.0 if gpus == 1 else 1.4
+
+
+def arms_of(model: Model, gpus: int) -> list[Arm]:
+    """A model's arms on so many GPUs, the most important first."""
     cutlass = {"NVTE_USE_CUTLASS_GROUPED_GEMM": "1"}
     arms = []
     for is_forced in (False, True):
@@ -72,6 +85,8 @@ def arms_of(model: Model) -> list[Arm]:
         if model.arms == "six":
             arms.append(Arm("flashmoe", "pieces", is_forced))
         arms.append(Arm("alltoall", "pieces", is_forced))
+    if model.arms == "six" and gpus > 1:
+        arms += [Arm("flashmoe", "whole", is_forced, "slots") for is_forced in (False, True)]
     if model.arms == "fp8":
         arms += [Arm("alltoall", "pieces", is_forced, "fp8") for is_forced in (False, True)]
     arms.append(Arm("alltoall", "pieces", False, "noise"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.bench.bench_training.curves import apart, within_noise
-from tools.bench.cards.arms import Arm, arms_of
+from tools.bench.cards.arms import Arm, arms_of, row_bound
 from tools.bench.cards.models import COUNTED, ITERATIONS, MICRO_BATCHES, Model
 from tools.bench.cards.records import Records, is_done
 
@@ -142,7 +142,7 @@ def band_of(arm: Arm, records: Records) -> Band | None:
 
 def card_of(model: Model, records: Records, gpus: int) -> dict[str, Any]:
     """Makes a card: common facts of all arms, arms with results, and arms that miss."""
-    arms = arms_of(model)
+    arms = arms_of(model, gpus)
     done = {arm.name: records[arm.name] for arm in arms if is_done(records.get(arm.name))}
     lines = []
     for arm in arms:
@@ -203,7 +203,7 @@ def line_of(
         line[key] = record.get(key)
     if arm.dispatcher == "flashmoe":
         has_bound = arm.graph == "whole"
-        line["row_bound"] = model.row_bound if has_bound else None
+        line["row_bound"] = row_bound(gpus) if has_bound else None
         if record.get("row_blocks") and (not has_bound or record["ended"] == "bound"):
             line["row_need"] = round(row_need(record["row_blocks"], model, gpus), 3)
     if record["ended"] == "complete" and "flops" in record:

@@ -153,6 +153,7 @@ class Comparison:
         is_forced: Whether experts are chosen at random, so that they get the same.
         graph: flashmoe's graphs. alltoall always has graphs of pieces.
         is_fp8: Whether alltoall's run is in blockwise FP8; that of flashmoe is in bfloat16.
+        has_slots: Whether flashmoe's run has spare slots.
         ours: flashmoe's run.
         theirs: alltoall's run.
     """
@@ -161,6 +162,7 @@ class Comparison:
     is_forced: bool
     graph: Literal["pieces", "whole"]
     is_fp8: bool
+    has_slots: bool
     ours: Side
     theirs: Side
 
@@ -191,14 +193,18 @@ def side(card: dict[str, Any], arm: Arm) -> Side:
 def comparisons(card: KeptCard) -> Iterator[Comparison]:
     """Compares flashmoe's runs with alltoall's.
 
-    A run of graphs of pieces is left out where it misses; all else that misses gets its row.
+    A run of graphs of pieces, or with spare slots, is left out where it misses; all else that
+    misses gets its row.
     """
-    arms = arms_of(card.model)
+    arms = arms_of(card.model, card.num_gpus)
     for variant in ("", "fp8"):
         for arm in arms:
             other = Arm("alltoall", "pieces", arm.is_forced, variant)
-            if arm.dispatcher != "flashmoe" or other not in arms:
+            has_slots = arm.variant == "slots"
+            if arm.dispatcher != "flashmoe" or other not in arms or (has_slots and variant):
                 continue
             ours, theirs = side(card.card, arm), side(card.card, other)
-            if ours.line is not None or arm.graph == "whole":
-                yield Comparison(card, arm.is_forced, arm.graph, variant == "fp8", ours, theirs)
+            if ours.line is not None or (arm.graph == "whole" and not has_slots):
+                yield Comparison(
+                    card, arm.is_forced, arm.graph, variant == "fp8", has_slots, ours, theirs
+                )

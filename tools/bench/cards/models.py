@@ -93,10 +93,9 @@ class Model:
         title: As its page is called.
         flags: Flags of ``pretrain_gpt.py`` for its layers and its batch.
         cuts: Says what differs from the published model.
-        row_bound: The bound of the arms with one graph, whose buffers cannot grow. One GPU holds
-            all experts, and gets exactly the mean.
         arms: How many ways are trained: "six", or "four" without flashmoe's graphs of pieces and
-            with alltoall as before; "fp8" adds alltoall in blockwise FP8 to these.
+            with alltoall as before; "fp8" adds alltoall in blockwise FP8 to these. "six" has spare
+            slots, too, where experts are spread over GPUs.
     """
 
     name: str
@@ -104,7 +103,6 @@ class Model:
     flags: str
     cuts: str
     arms: str
-    row_bound: float = 1.0
 
     def number(self, flag: str) -> int:
         """Returns the number after a flag."""

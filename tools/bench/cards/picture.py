@@ -41,9 +41,11 @@ Bars = dict[tuple[bool, Kind], Side]
 
 
 def bars_of(card: KeptCard) -> Bars:
-    """Sorts the runs of a card."""
+    """Sorts the runs of a card, except those with spare slots."""
     bars: Bars = {}
     for row in comparisons(card):
+        if row.has_slots:
+            continue
         bars |= {(row.is_forced, kind): side for kind, side in sides(row)}
     return bars
 

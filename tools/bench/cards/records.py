@@ -60,7 +60,7 @@ def all_todo(out: Path, models: list[Model], gpus: int) -> Iterator[tuple[Model,
     again = []
     for model in models:
         records = read_records(folder_of(out, model, gpus))
-        for arm in todo(records, arms_of(model)):
+        for arm in todo(records, arms_of(model, gpus)):
             if arm.name in records:
                 again.append((model, arm))
             else:

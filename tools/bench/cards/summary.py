@@ -93,6 +93,8 @@ def cells(row: Comparison, names_machine: bool) -> list[str]:
     routing = "forced" if row.is_forced else "natural"
     if row.graph == "pieces":
         routing += ", pieces"
+    if row.has_slots:
+        routing += ", 2 slots"
     return [
         model,
         routing,

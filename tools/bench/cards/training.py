@@ -28,7 +28,7 @@ SAMPLES = ("timestamp", "clocks.sm", "power.draw")
 def command_of(model: Model, arm: Arm, script: Path, seen: Path, gpus: int) -> list[str]:
     """Returns the command of an arm, with a file for :mod:`.watched` to write."""
     watch = ["-m", watched.__name__, str(seen), str(script)]
-    return [*torchrun(gpus), *watch, *model.arguments(gpus), *arm.flags(model)]
+    return [*torchrun(gpus), *watch, *model.arguments(gpus), *arm.flags(model, gpus)]
 
 
 class Started:

@@ -129,6 +129,7 @@ MEGATRON = [
 ]
 MEGATRON_CONFIG = [
     ["asked", "computation"],
+    ["communicators"],
     ["notices", "refusals"],
     ["replaced"],
 ]

@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from flashmoe_megatron.adapters.megatron.arguments import extend_parser, refuse_briefly
 from flashmoe_megatron.adapters.megatron.config.notices import find_notices, patch_start
@@ -82,19 +81,6 @@ def test_rank_0_is_told_when_the_script_starts(caplog: pytest.LogCaptureFixture)
         assert len(caplog.messages) == 1 - rank
 
 
-@pytest.mark.parametrize(("stages", "is_told"), [(1, True), (2, False)])
-def test_stages_of_a_pipeline_share_no_experts(
-    stages: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that a reduction of theirs is not another one beside that of all else."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setenv("NCCL_MAX_CTAS", "4")
-    sizes = {"expert_model_parallel_size": 2, "world_size": 4}
-    args = parse(FLASHMOE, overlap_grad_reduce=True, **sizes, pipeline_model_parallel_size=stages)
-    assert any("NCCL_MAX_CTAS" in notice for notice in find_notices(args)) == is_told
-
-
 @pytest.mark.parametrize("ignores_unknown", [False, True])
 def test_a_misspelt_flag_gets_the_nearest(
     ignores_unknown: bool, capsys: pytest.CaptureFixture[str]
@@ -117,36 +103,3 @@ def test_a_misspelt_flag_gets_the_nearest(
     if ignores_unknown:
         _, unknown = parser.parse_known_args(["--another", "--flashmoe-keep", "all"])
         assert unknown == ["--another"]
-
-
-@pytest.mark.parametrize(
-    ("line", "environment", "world_size", "is_told"),
-    [
-        ("", {}, 2, True),
-        ("", {"NCCL_MAX_CTAS": "16"}, 2, True),
-        ("", {"NCCL_MAX_CTAS": "4"}, 2, False),
-        ("", {"NCCL_MAX_CTAS": "4"}, 4, True),  # gradients of experts are reduced beside
-        ("", {"NCCL_MAX_CTAS": "2"}, 4, False),
-        ("--flashmoe-reserved-sms 16", {"NCCL_MAX_CTAS": "16"}, 2, False),
-        ("", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 4, False),
-        ("--flashmoe-backend reference", {}, 4, False),
-    ],
-)
-def test_a_reduction_that_may_not_fit_beside_a_launch(
-    line: str,
-    environment: dict[str, str],
-    world_size: int,
-    is_told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("NCCL_MAX_CTAS", "CUDA_DEVICE_MAX_CONNECTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    sizes = {"expert_model_parallel_size": 2, "world_size": world_size}
-    args = parse(f"{FLASHMOE} {line}", overlap_grad_reduce=True, **sizes)
-    told = [notice for notice in find_notices(args) if "NCCL_MAX_CTAS" in notice]
-    assert bool(told) == is_told
-    args.overlap_grad_reduce = False
-    assert not any("NCCL_MAX_CTAS" in notice for notice in find_notices(args))

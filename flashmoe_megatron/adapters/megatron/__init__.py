@@ -26,6 +26,7 @@ _PATCHES = (
     ("core.transformer.moe.experts", "fp8", "patch_experts"),
     ("core.transformer.moe.megakernel.factory", "megakernel", "patch_factory"),
     ("core.transformer.moe.moe_utils", "fixes", "define_te_general_gemm"),
+    ("core.parallel_state", "config.communicators", "patch_groups"),
     ("core.distributed.param_and_grad_buffer", "buckets.ddp", "patch_buckets"),
     ("core.distributed.distributed_data_parallel", "buckets.ddp", "patch_ddp"),
     ("core.distributed.distributed_data_parallel", "repeat.iteration", "patch_ddp"),

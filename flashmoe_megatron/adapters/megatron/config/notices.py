@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from flashmoe_megatron.adapters.megatron.config.asked import (
     Asks,
-    expert_tensor_size,
     has_logger,
     is_megakernel,
     is_served,
     is_set,
-    number,
     recomputes,
     recomputes_layers,
 )
+from flashmoe_megatron.adapters.megatron.config.communicators import most_ctas
 from flashmoe_megatron.adapters.megatron.dispatcher import (
     has_our_name,
     is_ours,
@@ -173,37 +170,27 @@ def find_notices(args: Any) -> Iterator[str]:
 
 
 def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
-    """Says that a launch and a concurrent reduction of gradients could wait for each other.
-
-    Each needs all of its GPUs at once. On one the launch may leave too few multiprocessors for the
-    reduction, on another the reduction too few for the launch. Gradients of experts are reduced by
-    a communicator of their own, if anybody shares them, concurrently with all other gradients.
-    """
-    reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
-    room = max(1, reserved // (2 if _reduces_experts(args) else 1))
-    most = os.environ.get("NCCL_MAX_CTAS", "")
-    if (
-        flags.get("backend") in ("scheduled", "reference")
-        or not torch.cuda.is_available()
-        or getattr(args, "expert_model_parallel_size", 1) < 2
-        or not getattr(args, "overlap_grad_reduce", False)
-        or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        or getattr(args, "nccl_communicator_config_path", None)
-        or (most.isdigit() and int(most) <= room)
-    ):
+    """Says how much collectives of gradients get, or that one may not fit beside a launch."""
+    most = most_ctas(args)
+    given = os.environ.get("NCCL_MAX_CTAS", "")
+    allowed = int(given) if given.isdigit() else None
+    if most is None or (most > 0 and allowed is not None and allowed <= most):
         return
+    reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
+    if most > 0 and allowed is None:
+        yield (
+            f"--overlap-grad-reduce: reductions of gradients and gathers of parameters get {most} "
+            f"CTAs of NCCL, so that they fit beside launches, which leave {reserved} "
+            f"multiprocessors; more with a larger {flag_of('reserved_sms')}"
+        )
+        return
+    has = f"NCCL_MAX_CTAS={given} allows it more CTAs" if most else "it has no room"
     yield (
-        f"--overlap-grad-reduce beside launches that leave {reserved} multiprocessors: a reduction "
-        "of more CTAs and a launch may each wait for room that the other holds on another GPU, "
-        f"until {flag_of('timeout')} ends it; set NCCL_MAX_CTAS={room} or less, max_ctas for "
-        "dp and dp_cp in --nccl-communicator-config-path, or CUDA_DEVICE_MAX_CONNECTIONS=1"
+        f"--overlap-grad-reduce beside launches that leave {reserved} multiprocessors: {has}, so "
+        "a reduction and a launch may each wait for room that the other holds on another GPU, "
+        f"until {flag_of('timeout')} ends it; wanted NCCL_MAX_CTAS unset or at most {most or 1}, "
+        f"and {flag_of('reserved_sms')} 2 or more, or CUDA_DEVICE_MAX_CONNECTIONS=1"
     )
-
-
-def _reduces_experts(args: Any) -> bool:
-    stages = number(args, "pipeline_model_parallel_size", 1)
-    apart = stages * number(args, "expert_model_parallel_size", 1) * expert_tensor_size(args)
-    return number(args, "world_size", 1) > apart
 
 
 def _listed(names: list[str]) -> str:

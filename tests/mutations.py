@@ -54,6 +54,20 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "reductions of experts and of all else get all reserved multiprocessors each",
+        "most_ctas",
+        "2 if reduces_experts(args) else 1",
+        "1",
+        "tests/megatron/test_communicators.py::test_how_much_fits",
+    ),
+    Mutation(
+        "Megatron's groups of gradients keep NCCL's number of CTAs",
+        "_with_limits.get_nccl_options",
+        "if own:",
+        "if False:",
+        "tests/megatron/test_communicators.py::test_communicators_of_megatron_get_it",
+    ),
+    Mutation(
         "a repeat of an iteration adds to gradients of the one before",
         "Iterations._run",
         "model.zero_gradients()",
@@ -859,10 +873,10 @@ MUTATIONS = (
     ),
     Mutation(
         "stages of a pipeline count as ranks with the same experts",
-        "_reduces_experts",
+        "reduces_experts",
         "stages * number",
         "number",
-        "tests/megatron/test_notices.py::test_stages_of_a_pipeline_share_no_experts",
+        "tests/megatron/test_communicators.py::test_how_much_fits",
     ),
     Mutation(
         "a dry run of one process waits for ranks that are made up",

@@ -54,28 +54,39 @@ def results(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_comparison_of_the_readme(results: Path) -> None:
-    lines = summary(kept_cards(results))
+def test_the_comparison_of_all(results: Path) -> None:
+    lines = summary(kept_cards(results), has_all=True)
     assert lines[:2] == [
         "On 1 H200, an iteration takes 1.2 to 3.2 times as long with `alltoall` as with flashmoe, "
         "and the GPU works 1.5",
         "to 2.0 times as long. With `alltoall` in blockwise FP8 it takes 0.9 times.",
     ]
-    title = f"| {QWEN3.title} | natural"
+    title = f"| {QWEN3.title} | natural, 1 H200"
     assert (
         f"{title} | 0.250 / 0.800 | 76 / 48 | 280 / 88 | 131.1K / 41.0K | 50.0 / 50.0 | 3.2x |"
         in lines
     )
     assert any(line.startswith(f"{title}, pieces | 0.260 / 0.800 |") for line in lines)
-    assert any(f"| {MIXTRAL.title}, FP8 | natural | 0.400 / 0.380 |" in line for line in lines)
+    assert any(
+        f"| {MIXTRAL.title}, FP8 | natural, 1 H200 | 0.400 / 0.380 |" in line for line in lines
+    )
     nothing = " | ".join(["- / -"] * 4)
-    assert f"| {QWEN3.title} | forced | row bound / not run | {nothing} | - |" in lines
-    assert not any("forced, pieces" in line and "|" in line for line in lines)
+    assert f"| {QWEN3.title} | forced, 1 H200 | row bound / not run | {nothing} | - |" in lines
+    assert not any("forced, 1 H200, pieces" in line and "|" in line for line in lines)
     assert not any("not run / not run" in line for line in lines)
     (not_yet,) = (line for line in lines if line.startswith("Not run yet: "))
-    assert f"{MIXTRAL.title} forced" in not_yet
+    assert f"{MIXTRAL.title} forced, 1 H200" in not_yet
     absent = [model.title for model in MODELS if model not in (QWEN3, MIXTRAL)]
     assert " ".join(lines).endswith(f"No card yet: {', '.join(absent)}.")
+
+
+def test_the_comparison_of_the_readme(results: Path) -> None:
+    """Natural routing, in one graph."""
+    lines = summary(kept_cards(results))
+    rows = [line for line in lines if line.startswith("| ")][2:]
+    assert len(rows) == 3
+    assert all("| 1 H200 |" in row for row in rows)
+    assert not any(line.startswith("Not run yet") for line in lines)
     assert max(map(len, lines)) <= 110
 
 
@@ -103,12 +114,12 @@ def test_the_machine_with_the_most_results_is_shown(results: Path) -> None:
     assert lines[0].startswith("On 1 H100, ")
 
 
-def test_a_row_names_its_machine_where_there_are_two(results: Path) -> None:
+def test_a_row_names_its_machine(results: Path) -> None:
     two = {arm.name: times(300) for arm in (OURS, THEIRS)}
     write(results / "2026-11-29-cards-h200-2x.jsonl", {QWEN3.name: two})
     lines = summary(kept_cards(results))
     assert lines[0].startswith("On 1 H200 and 2 H200,")
-    assert any(line.startswith(f"| {QWEN3.title}, 2 H200 | natural |") for line in lines)
+    assert any(line.startswith(f"| {QWEN3.title} | 2 H200 |") for line in lines)
 
 
 def test_what_is_no_file_of_kept_records_is_refused(results: Path) -> None:

@@ -10,6 +10,11 @@ def cards() -> list[str]:
     return summary.summary(kept_cards())
 
 
+def compared_cards() -> list[str]:
+    """The same with forced balance and graphs of pieces."""
+    return summary.summary(kept_cards(), has_all=True)
+
+
 def all_cards(folder: str) -> list[str]:
     """All cards, on a page in a folder of the checkout."""
     return summary.page(kept_cards(), ROOT / folder)

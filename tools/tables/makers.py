@@ -1,6 +1,6 @@
 """Names what makes the tables of pages."""
 
-from tools.tables.cards import all_cards, cards
+from tools.tables.cards import all_cards, cards, compared_cards
 from tools.tables.expert_classes import expert_classes
 from tools.tables.layers import layers
 from tools.tables.links import flexlink
@@ -14,6 +14,7 @@ from tools.tables.sections import degrees, gathers
 MAKERS: dict[str, Maker] = {
     "all_cards": all_cards,
     "cards": cards,
+    "compared_cards": compared_cards,
     "degrees": degrees,
     "evened": evened,
     "expert_classes": expert_classes,

@@ -56,8 +56,10 @@ def sides(row: Comparison) -> list[tuple[Kind, Side]]:
 
 
 def draw(cards: list[KeptCard]) -> str:
-    """Draws the cards that are shown, as the text of an SVG file."""
-    chosen = shown(cards)
+    """Draws the cards that are shown and have a run of flashmoe, as the text of an SVG file."""
+    chosen = [
+        card for card in shown(cards) if any(row.ours.line is not None for row in comparisons(card))
+    ]
     machines = sorted({card.machine for card in chosen})
     with new_figure(10.5, 1) as figure:
         axes = figure.subplots(1, 2, sharey=True)

@@ -12,8 +12,6 @@ from tools.bench.cards.page import NONE, wrap
 from tools.bench.cards.page import markdown as text_of
 
 TITLES = (
-    "model",
-    "routing",
     "s an iteration",
     "GPU busy, %",
     "TFLOP/s/GPU",
@@ -23,16 +21,27 @@ TITLES = (
 )
 
 
-def summary(cards: list[KeptCard]) -> list[str]:
-    """Returns the lines of the README's comparison of flashmoe with alltoall, model by model."""
+def summary(cards: list[KeptCard], *, has_all: bool = False) -> list[str]:
+    """Returns the lines of a comparison of flashmoe with alltoall, model by model.
+
+    Args:
+        cards: The cards that are kept.
+        has_all: Whether it has forced balance and graphs of pieces, too. The README's has what a
+            user gets: natural routing, in one graph.
+    """
     chosen = shown(cards)
-    rows = [row for card in chosen for row in comparisons(card)]
+    rows = [
+        row
+        for card in chosen
+        for row in comparisons(card)
+        if has_all or (row.graph == "whole" and not row.is_forced)
+    ]
     machines = sorted({card.machine for card in chosen})
     lines = [*wrap(said_gain(rows, machines)), ""]
-    names_machine = len(machines) > 1
     ran = [row for row in rows if not is_open(row)]
-    lines += markdown.table(TITLES, (cells(row, names_machine) for row in ran))
-    open_rows = [" ".join(cells(row, names_machine)[:2]) for row in rows if is_open(row)]
+    titles = ("model", "routing, GPUs" if has_all else "GPUs", *TITLES)
+    lines += markdown.table(titles, (cells(row, has_all=has_all) for row in ran))
+    open_rows = [" ".join(cells(row, has_all=has_all)[:2]) for row in rows if is_open(row)]
     if open_rows:
         lines += ["", *wrap(f"Not run yet: {'; '.join(open_rows)}.")]
     absent = [
@@ -44,9 +53,9 @@ def summary(cards: list[KeptCard]) -> list[str]:
 
 
 def is_open(row: Comparison) -> bool:
-    """Tells whether a row would show nothing: of FP8 that is whatever alltoall has not run."""
+    """Tells whether a row would show nothing of flashmoe, or of FP8, which alltoall alone runs."""
     ours, theirs = (side.line is None and side.why == NOT_RUN for side in (row.ours, row.theirs))
-    return theirs and (ours or row.is_fp8)
+    return ours or (theirs and row.is_fp8)
 
 
 def page(cards: list[KeptCard], folder: Path) -> list[str]:
@@ -83,21 +92,17 @@ def span(ratios: Iterable[float | None]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def cells(row: Comparison, names_machine: bool) -> list[str]:
-    """Returns the cells of a row."""
+def cells(row: Comparison, *, has_all: bool) -> list[str]:
+    """Returns the cells of a row, without a word on its routing unless there are all rows."""
     model = row.card.model.title
     if row.is_fp8:
         model += ", FP8"
-    if names_machine:
-        model += f", {row.card.machine}"
-    routing = "forced" if row.is_forced else "natural"
-    if row.graph == "pieces":
-        routing += ", pieces"
-    if row.has_slots:
-        routing += ", 2 slots"
+    routing = f"{'forced' if row.is_forced else 'natural'}, " if has_all else ""
+    graph = ", pieces" if row.graph == "pieces" else ""
+    slots = ", 2 slots" if row.has_slots else ""
     return [
         model,
-        routing,
+        f"{routing}{row.card.machine}{graph}{slots}",
         pair(row, "seconds", lambda value: f"{value:.3f}", says_why=True),
         f"{busy(row.ours)} / {busy(row.theirs)}",
         pair(row, "tflops", lambda value: f"{value:.0f}"),

@@ -69,8 +69,8 @@ def reduces_experts(args: Any) -> bool:
 def limits(args: Any, group: str) -> dict[str, int]:
     """Returns the options that a group's communicator gets, by the names of Megatron's file.
 
-    Without clusters of CTAs, which need multiprocessors next to each other: those that a launch
-    leaves lie anywhere.
+    Without clusters of CTAs: a cluster needs multiprocessors that are near each other, and a launch
+    leaves some anywhere.
     """
     most = most_ctas(args)
     if not most or group not in (*OF_EXPERTS, *OF_OTHERS, *OF_BOTH):

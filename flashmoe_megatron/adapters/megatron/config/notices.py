@@ -170,7 +170,7 @@ def find_notices(args: Any) -> Iterator[str]:
 
 
 def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
-    """Says how much collectives of gradients get, or that one may not fit beside a launch."""
+    """Says how much collectives of gradients get, or that one may not fit."""
     most = most_ctas(args)
     given = os.environ.get("NCCL_MAX_CTAS", "")
     allowed = int(given) if given.isdigit() else None
@@ -180,13 +180,13 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
     if most > 0 and allowed is None:
         yield (
             f"--overlap-grad-reduce: reductions of gradients and gathers of parameters get {most} "
-            f"CTAs of NCCL, so that they fit beside launches, which leave {reserved} "
-            f"multiprocessors; more with a larger {flag_of('reserved_sms')}"
+            f"CTAs of NCCL, so that they fit into the {reserved} multiprocessors "
+            f"that launches leave; more with a larger {flag_of('reserved_sms')}"
         )
         return
     has = f"NCCL_MAX_CTAS={given} allows it more CTAs" if most else "it has no room"
     yield (
-        f"--overlap-grad-reduce beside launches that leave {reserved} multiprocessors: {has}, so "
+        f"--overlap-grad-reduce while launches leave {reserved} multiprocessors: {has}, so "
         "a reduction and a launch may each wait for room that the other holds on another GPU, "
         f"until {flag_of('timeout')} ends it; wanted NCCL_MAX_CTAS unset or at most {most or 1}, "
         f"and {flag_of('reserved_sms')} 2 or more, or CUDA_DEVICE_MAX_CONNECTIONS=1"

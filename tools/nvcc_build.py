@@ -39,9 +39,10 @@ COMPILE_FLAGS = [
     "-Xptxas=-v,--warn-on-spills,--warning-as-error",  # a register spill fails the build
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall",
 ]
-WITH_SLOTS = "with_slots"
-"""Folders with kernels for layers with spare slots. A plan has no register left for these, so that
-they may spill some bytes, which csrc/RESOURCES.md lists."""
+MAY_SPILL = {"with_slots", "in_fp8"}
+"""Folders with kernels that may spill some bytes, which csrc/RESOURCES.md lists. A plan has no
+register left for spare slots, and in FP8, where processors have two accumulators, finishers lack
+one."""
 LINK_FLAGS = [
     *ARCH_FLAGS,
     "-shared",
@@ -387,7 +388,7 @@ def _compile(toolchain: Toolchain, source: Path, variant: Variant) -> Object:
     name = str(source.relative_to(CSRC))
     if variant.folders and source.relative_to(CSRC).parts[0] not in variant.folders:
         variant = SHIPPED
-    flags = _may_spill(variant.flags) if WITH_SLOTS in source.parts else list(variant.flags)
+    flags = _may_spill(variant.flags) if MAY_SPILL & {*source.parts} else list(variant.flags)
     stem = (f"{variant.name}-" if variant.name else "") + name.replace("/", "-")
     target = CACHE / f"{stem}-{_key(toolchain, source, flags)}.o"
     log_path = target.with_suffix(".log")

@@ -11,13 +11,14 @@ import nvcc_build
 
 TABLE = nvcc_build.CSRC / "RESOURCES.md"
 PROBE = nvcc_build.ROOT / "tools" / "kernel_smem.cu"
+PROBE_IN_FP8 = PROBE.with_name("kernel_smem_in_fp8.cu")
 
 _HEAD = """\
 # What every kernel takes
 
 Made by `python tools/build.py --resources` with {release}; a test compares it with the built
 library. Registers are those of a launch, per thread, before `setmaxnreg` moves them between warps.
-Shared memory is per CTA, in bytes. A spill fails the build, but for kernels with slots.
+Shared memory is per CTA, in bytes. A spill fails the build, but for kernels with slots and in FP8.
 
 | kernel | registers | static shared | dynamic shared | spilled bytes | stack bytes |
 | --- | --- | --- | --- | --- | --- |
@@ -38,10 +39,13 @@ def render(objects: list[nvcc_build.Object]) -> str:
     if not kernels:
         raise nvcc_build.BuildError("the compiler's reports name no kernel")
     dynamic = nvcc_build.run_probe(PROBE)
+    of_fp8 = nvcc_build.run_probe(PROBE_IN_FP8)
+    dynamic |= {f"in_fp8::{name}": num_bytes for name, num_bytes in of_fp8.items()}
     names = [short_name(name) for name in demangled([one.kernel for one in kernels])]
     rows = []
     for name, one in sorted(zip(names, kernels, strict=True), key=lambda row: row[0]):
-        on_launch = dynamic.get(name.removeprefix("with_slots::").partition("<")[0], 0)
+        plain = name.partition("<")[0]
+        on_launch = dynamic.get(plain, dynamic.get(plain.removeprefix("with_slots::"), 0))
         rows.append(
             f"| `{name}` | {one.registers} | {one.shared_bytes} | {on_launch} | "
             f"{one.spilled_bytes} | {one.stack_bytes} |"
@@ -69,8 +73,9 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without return type and arguments, and of namespaces with_slots alone."""
+    """A kernel's name without return type and arguments, and of namespaces the outer alone."""
     name = re.sub(r"\(flashmoe\w*::\w+\)", "", name)  # an enumerator's type in template arguments
     name = name.partition("(")[0].removeprefix("void ")
-    with_slots = "with_slots::" if name.startswith("flashmoe_with_slots::") else ""
-    return with_slots + re.sub(r"flashmoe\w*::", "", name).replace("> >", ">>")
+    outer = re.match(r"flashmoe_(\w+::)", name)
+    rest = re.sub(r"flashmoe\w*::", "", name).replace("> >", ">>")
+    return (outer[1] if outer else "") + rest

@@ -1,24 +1,36 @@
-// The calls of the C interface that are compiled twice: a group whose layers have spare slots takes
-// those with slots, any other the same as if there were none.
+// The calls of the C interface that are compiled three times: a layer with experts in FP8 takes
+// those in FP8, a group whose layers have spare slots those with slots, any other the same as if
+// there were neither.
 #include "host/calls.h"
 
 #define flashmoe flashmoe_with_slots
 #include "host/calls.h"
 #undef flashmoe
 
+#define flashmoe flashmoe_in_fp8
+#include "host/calls.h"
+#undef flashmoe
+
 namespace {
+
+bool is_fp8(const FlashMoEProblem* p) {
+    if (p == nullptr or p->struct_size != sizeof(FlashMoEProblem)) return false;
+    return p->experts == FLASHMOE_FP8;
+}
 
 bool has_slots(const FlashMoEProblem* p) {
     if (p == nullptr or p->struct_size != sizeof(FlashMoEProblem)) return false;
     return p->spare_slots != 0 or p->heap_experts != 0 or p->heap_slot_elements != 0;
 }
 
-// Calls either of two functions that take the same.
+// Calls one of three functions that take the same.
 template <class... Args>
 int choose(int (*without)(const FlashMoEProblem*, Args...),
            int (*with)(const FlashMoEProblem*, Args...),
+           int (*in_fp8)(const FlashMoEProblem*, Args...),
            const FlashMoEProblem* problem,
            Args... args) {
+    if (is_fp8(problem)) return in_fp8(problem, args...);
     return has_slots(problem) ? with(problem, args...) : without(problem, args...);
 }
 
@@ -27,26 +39,29 @@ int choose(int (*without)(const FlashMoEProblem*, Args...),
 extern "C" {
 
 int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
-    return choose(flashmoe::sizes, flashmoe_with_slots::sizes, problem, sizes);
+    return choose(flashmoe::sizes, flashmoe_with_slots::sizes, flashmoe_in_fp8::sizes, problem,
+                  sizes);
 }
 
 int flashmoe_preload(const FlashMoEProblem* problem) {
-    return choose(flashmoe::preload, flashmoe_with_slots::preload, problem);
+    return choose(flashmoe::preload, flashmoe_with_slots::preload, flashmoe_in_fp8::preload,
+                  problem);
 }
 
 int flashmoe_slot(const FlashMoEProblem* problem,
                   void* heap,
                   int32_t spare_slot,
                   FlashMoESlot* slot) {
-    return choose(flashmoe::slot, flashmoe_with_slots::slot, problem, heap, spare_slot, slot);
+    return choose(flashmoe::slot, flashmoe_with_slots::slot, flashmoe_in_fp8::slot, problem, heap,
+                  spare_slot, slot);
 }
 
 int flashmoe_encode_weights(const FlashMoEProblem* problem,
                             const void* const* fc1,
                             const void* const* fc2,
                             void* weight_maps) {
-    return choose(flashmoe::encode_weights, flashmoe_with_slots::encode_weights, problem, fc1, fc2,
-                  weight_maps);
+    return choose(flashmoe::encode_weights, flashmoe_with_slots::encode_weights,
+                  flashmoe_in_fp8::encode_weights, problem, fc1, fc2, weight_maps);
 }
 
 int flashmoe_encode_grads(const FlashMoEProblem* problem,
@@ -54,15 +69,17 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
                           void* const* bias_grads,
                           int32_t grads_dtype,
                           void* grad_table) {
-    return choose(flashmoe::encode_grads, flashmoe_with_slots::encode_grads, problem, grads,
-                  bias_grads, grads_dtype, grad_table);
+    return choose(flashmoe::encode_grads, flashmoe_with_slots::encode_grads,
+                  flashmoe_in_fp8::encode_grads, problem, grads, bias_grads, grads_dtype,
+                  grad_table);
 }
 
 int flashmoe_plan(const FlashMoEProblem* problem,
                   const FlashMoEGroup* group,
                   const FlashMoEInput* input,
                   void* plan) {
-    return choose(flashmoe::plan, flashmoe_with_slots::plan, problem, group, input, plan);
+    return choose(flashmoe::plan, flashmoe_with_slots::plan, flashmoe_in_fp8::plan, problem, group,
+                  input, plan);
 }
 
 int flashmoe_forward(const FlashMoEProblem* problem,
@@ -70,8 +87,8 @@ int flashmoe_forward(const FlashMoEProblem* problem,
                      const FlashMoEInput* input,
                      const FlashMoELaunch* launch,
                      int32_t is_planned) {
-    return choose(flashmoe::forward, flashmoe_with_slots::forward, problem, group, input, launch,
-                  is_planned);
+    return choose(flashmoe::forward, flashmoe_with_slots::forward, flashmoe_in_fp8::forward,
+                  problem, group, input, launch, is_planned);
 }
 
 int flashmoe_settle(const FlashMoEProblem* problem,
@@ -79,15 +96,16 @@ int flashmoe_settle(const FlashMoEProblem* problem,
                     const uint32_t* route_counts,
                     const void* weight_maps,
                     const void* biases) {
-    return choose(flashmoe::settle, flashmoe_with_slots::settle, problem, group, route_counts,
-                  weight_maps, biases);
+    return choose(flashmoe::settle, flashmoe_with_slots::settle, flashmoe_in_fp8::settle, problem,
+                  group, route_counts, weight_maps, biases);
 }
 
 int flashmoe_gather(const FlashMoEProblem* problem,
                     const FlashMoEGroup* group,
                     const FlashMoELaunch* launch,
                     const void* x) {
-    return choose(flashmoe::gather, flashmoe_with_slots::gather, problem, group, launch, x);
+    return choose(flashmoe::gather, flashmoe_with_slots::gather, flashmoe_in_fp8::gather, problem,
+                  group, launch, x);
 }
 
 int flashmoe_backward(const FlashMoEProblem* problem,
@@ -98,8 +116,8 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       int32_t grads_dtype,
                       int32_t accumulate,
                       uint64_t number) {
-    return choose(flashmoe::backward, flashmoe_with_slots::backward, problem, group, launch,
-                  grad_out, grad_table, grads_dtype, accumulate, number);
+    return choose(flashmoe::backward, flashmoe_with_slots::backward, flashmoe_in_fp8::backward,
+                  problem, group, launch, grad_out, grad_table, grads_dtype, accumulate, number);
 }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
-// The calls of the C interface that depend on how a layer lies in memory, which spare slots change:
-// each is compiled without and with them (flashmoe/base/with_slots.h), and api/calls.cu chooses.
-// No #pragma once, since that includes it for both namespaces.
+// The calls of the C interface that depend on how a layer lies in memory, which spare slots and FP8
+// change: each is compiled without, with slots (flashmoe/base/with_slots.h) and in FP8
+// (flashmoe/base/in_fp8.h), and api/calls.cu chooses. No #pragma once, since that includes it for
+// all namespaces.
 #include "include/flashmoe.h"
 
 namespace flashmoe {

@@ -143,6 +143,36 @@ inline int check_slots(const FlashMoEProblem* p) {
     return FLASHMOE_OK;
 }
 
+// Checks what experts compute with.
+inline int check_experts(const FlashMoEProblem* p) {
+    if (p->experts != FLASHMOE_AS_GIVEN and p->experts != FLASHMOE_FP8) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "experts %d: wanted 0 or FP8 (1)", p->experts);
+    }
+    if (not kIsFp8) return FLASHMOE_OK;
+    if (p->dtype != FLASHMOE_BFLOAT16 or p->hidden % BLOCK_K or p->intermediate % BLOCK_K) {
+        return fail(
+            FLASHMOE_BAD_ARGUMENT,
+            "FP8 experts with dtype %d, hidden %d, intermediate %d: wanted bfloat16 (1) and "
+            "multiples of %d",
+            p->dtype, p->hidden, p->intermediate, BLOCK_K);
+    }
+    if (p->is_transposed or p->spare_slots != 0 or p->heap_experts != 0 or
+        p->heap_slot_elements != 0 or p->clamp_value != 0 or p->linear_offset != 0) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "FP8 experts with is_transposed %d, spare_slots %d, heap_experts %d, "
+                    "heap_slot_elements %lld, clamp_value %g, linear_offset %g: wanted 0 of each",
+                    p->is_transposed, p->spare_slots, p->heap_experts,
+                    (long long)p->heap_slot_elements, p->clamp_value, p->linear_offset);
+    }
+    if (p->is_gated and p->glu_interleave != 0 and p->glu_interleave % BLOCK_K) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "FP8 experts with glu_interleave %d: wanted 0 or a multiple of %d, since a "
+                    "scale is of gate or of up rows",
+                    p->glu_interleave, BLOCK_K);
+    }
+    return FLASHMOE_OK;
+}
+
 inline int check_problem(const FlashMoEProblem* p) {
     FLASHMOE_TRY(check_struct(p, "problem"));
     if (p->num_ranks < 1 or p->num_ranks > kMaxRanks or p->rank < 0 or p->rank >= p->num_ranks) {
@@ -194,6 +224,7 @@ inline int check_problem(const FlashMoEProblem* p) {
                     (unsigned long long)p->timeout_ns);
     }
     FLASHMOE_TRY(check_slots(p));
+    FLASHMOE_TRY(check_experts(p));
     const Shape s = shape_of(p);
     if (placement_bytes(p) > kMaxPlacementBytes) {
         return fail(
@@ -353,6 +384,10 @@ inline int check_rows(const FlashMoELaunch* launch, bool is_backward) {
 // Checks what else a pass of the layer reads and writes.
 inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
+    if (kIsFp8 and (is_backward or launch->biases != nullptr)) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "%s of FP8 experts: wanted a forward without biases",
+                    is_backward ? "a backward" : "biases");
+    }
     FLASHMOE_TRY(check_rows(launch, is_backward));
     const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;
     // A forward may keep no pre-activations, a backward needs them.

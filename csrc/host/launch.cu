@@ -63,6 +63,7 @@ Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
 }
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
+    if constexpr (kIsFp8) return is_backward ? KernelEntry{} : forward_fp8(p->is_gated != 0);
     using Select = KernelEntry (*)(bool);
     static constexpr Select kEntries[2][2][2] = {
         {{forward_bf16, forward_bf16_transposed}, {backward_bf16, backward_bf16_transposed}},
@@ -72,6 +73,7 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
 }
 
 KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
+    if constexpr (kIsFp8) return {};
     return p->dtype == FLASHMOE_FLOAT16 ? bias_grad_fp16(into_float32)
                                         : bias_grad_bf16(into_float32);
 }
@@ -125,7 +127,8 @@ constexpr int kMostReads = 4;
 // True if a forward reads rows where tokens have them: a rank that is alone can, if no backward
 // will want a copy of them.
 bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
-    return p->num_ranks == 1 and launch->preact == nullptr and forward_tiles(p) <= kMostReads;
+    return not kIsFp8 and p->num_ranks == 1 and launch->preact == nullptr and
+           forward_tiles(p) <= kMostReads;
 }
 
 // True if a backward reads rows of dY where tokens have them: GEMM0 does, and fc2's gradient, in as
@@ -142,7 +145,8 @@ bool gathers_grads(const FlashMoEProblem* p) {
 RowAccess row_access(const FlashMoEProblem* p) {
     constexpr int kNarrow = 1024;
     if (p->num_ranks > 1) return RowAccess::kCopied;
-    return p->intermediate <= kNarrow ? RowAccess::kInPlaceUntilCopied : RowAccess::kFirstCopied;
+    const bool is_narrow = not kIsFp8 and p->intermediate <= kNarrow;
+    return is_narrow ? RowAccess::kInPlaceUntilCopied : RowAccess::kFirstCopied;
 }
 
 // Where experts are narrow, products wait for rows: enough of them per ticket give each of a
@@ -211,7 +215,7 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
     const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
     Layout layout(base);
     ScratchRows scratch{};
-    scratch.act = layout.take(rows * p->intermediate * kElementBytes);
+    scratch.act = layout.take(rows * operand_row_bytes(p->intermediate));
     scratch.result = layout.take(rows * p->hidden * kElementBytes);
     if (is_backward) {
         if (not gathers_grads(p)) scratch.rows = layout.take(rows * p->hidden * kElementBytes);
@@ -327,7 +331,7 @@ void set_activation(const FlashMoEProblem* p, LayerArgs* args) {
 
 // Sets where owners find the weights that they push.
 void set_home_weights(const void* weight_maps, LayerArgs* args) {
-    const char* begin = static_cast<const char*>(weight_maps) + home_weights_begin(args->shape);
+    const char* begin = static_cast<const char*>(weight_maps) + maps_bytes(args->shape);
     FLASHMOE_SET_SLOT_FIELD(args->home_weights, reinterpret_cast<const void* const*>(begin));
 }
 
@@ -346,6 +350,10 @@ int set_buffers(const FlashMoEProblem* p,
     args->weight_maps =
         static_cast<const CUtensorMap*>(launch->weight_maps) + (is_backward ? s.num_matrices() : 0);
     if (s.spare_slots > 0) set_home_weights(launch->weight_maps, args);
+#ifdef FLASHMOE_IN_FP8
+    args->weight_scales = reinterpret_cast<const float* const*>(
+        static_cast<const char*>(launch->weight_maps) + maps_bytes(s));
+#endif
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
     args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
     args->preact = static_cast<char*>(launch->preact);
@@ -363,13 +371,16 @@ int set_buffers(const FlashMoEProblem* p,
     set_biases(launch->biases, args);
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
-        if (args->row_access != RowAccess::kInPlace) {
-            FLASHMOE_TRY(
-                encode_map(&args->load_map[0], BoxKind::kKMajor, args->rows, rows, p->hidden));
+        const char* const operands[2] = {args->rows, is_backward ? args->dpre : args->act};
+        for (const int gemm : {0, 1}) {
+            if (gemm == 0 and args->row_access == RowAccess::kInPlace) continue;
+            const int columns = gemm == 0 ? p->hidden : gemm1_input(p, is_backward);
+            FLASHMOE_TRY(encode_map(&args->load_map[gemm], BoxKind::kKMajor, operands[gemm], rows,
+                                    columns, operand_row_bytes(columns)));
+#ifdef FLASHMOE_IN_FP8
+            FLASHMOE_TRY(encode_scales(&args->scale_map[gemm], operands[gemm], rows, columns));
+#endif
         }
-        FLASHMOE_TRY(encode_map(&args->load_map[1], BoxKind::kKMajor,
-                                is_backward ? args->dpre : args->act, rows,
-                                gemm1_input(p, is_backward)));
     }
     return FLASHMOE_OK;
 }
@@ -470,7 +481,7 @@ int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->mailbox_bytes = sizeof(Mailbox);
     sizes->weight_map_bytes = weight_table_bytes(s);
     sizes->grad_table_bytes = grad_table_bytes(s);
-    sizes->row_block_bytes = uint64_t(BLOCK_M) * s.row_bytes();
+    sizes->row_block_bytes = uint64_t(BLOCK_M) * s.token_bytes();
     sizes->preact_block_bytes = uint64_t(BLOCK_M) * s.fc1_rows() * kElementBytes;
     for (const bool is_backward : {false, true}) {
         sizes->scratch_block_bytes[is_backward] =
@@ -485,7 +496,7 @@ int preload(const FlashMoEProblem* problem) {
         reinterpret_cast<const void*>(&plan_kernel),
         reinterpret_cast<const void*>(&gather_kernel),
         entry_of(problem, false).function,
-        entry_of(problem, true).function,
+        entry_of(problem, true).function,  // in FP8 null
         bias_grad_entry_of(problem, true).function,
         bias_grad_entry_of(problem, false).function,
         add_replicas_entry_of(problem, true).function,

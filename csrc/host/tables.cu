@@ -29,7 +29,9 @@ int encode_weights(const FlashMoEProblem* problem,
     }
     const bool transposed = problem->is_transposed != 0;
     char* target = static_cast<char*>(weight_maps);
+    char* scales = target + maps_bytes(s);  // in FP8
     for (const bool is_backward : {false, true}) {
+        if (kIsFp8 and is_backward) break;
         const BoxKind kind = transposed == is_backward ? BoxKind::kKMajor : BoxKind::kMnMajor;
         for (const auto& [weights, count, num_out, num_in] :
              {std::tuple{fc1, s.num_fc1(), s.fc1_rows() / (s.is_split ? 2 : 1), s.hidden},
@@ -40,6 +42,12 @@ int encode_weights(const FlashMoEProblem* problem,
                                         transposed ? num_out : num_in));
                 memcpy(target, &map, sizeof(map));
                 target += sizeof(map);
+                if constexpr (kIsFp8) {
+                    const char* of_matrix =
+                        static_cast<const char*>(weights[i]) + int64_t(num_out) * num_in;
+                    memcpy(scales, &of_matrix, sizeof(of_matrix));
+                    scales += sizeof(of_matrix);
+                }
             }
         }
     }

@@ -6,13 +6,15 @@
 namespace flashmoe {
 
 // A table of weights: TMA descriptors of all matrices in all slots, read along their contiguous
-// dimension and across it, then, if replicas get them, where the own experts' are.
-inline uint64_t home_weights_begin(const Shape& s) {
-    return 2 * sizeof(CUtensorMap) * s.num_matrices();
+// dimension and across it, then, if replicas get them, where the own experts' are. In FP8 it is a
+// forward's alone, and pointers to the matrices' scales follow the descriptors.
+inline uint64_t maps_bytes(const Shape& s) {
+    return (kIsFp8 ? 1 : 2) * sizeof(CUtensorMap) * s.num_matrices();
 }
 inline uint64_t weight_table_bytes(const Shape& s) {
+    if (kIsFp8) return maps_bytes(s) + s.num_matrices() * sizeof(void*);
     const int pushed = s.spare_slots > 0 ? (s.is_split ? 3 : 2) * s.num_local_experts() : 0;
-    return home_weights_begin(s) + pushed * sizeof(void*);
+    return maps_bytes(s) + pushed * sizeof(void*);
 }
 
 // A table of gradients: TMA descriptors of all matrices in all slots, then where these are, then

@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 20
+#define FLASHMOE_ABI_VERSION 21
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -73,6 +73,13 @@ typedef enum {
 
 typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2 } FlashMoEDtype;
 
+/* Operands of experts' products. */
+typedef enum {
+    FLASHMOE_AS_GIVEN = 0, /* tokens and weights of the problem's dtype */
+    FLASHMOE_FP8 = 1, /* blockwise E4M3, in a forward: weights are given so, and tokens and fc2's
+                         input, in bfloat16, are quantized by the rank that has them */
+} FlashMoEExperts;
+
 /* The purpose of replicas. */
 typedef enum {
     FLASHMOE_BALANCE = 0, /* even loads of ranks */
@@ -112,6 +119,7 @@ typedef struct {
     float clamp_value;      /* above 0; 0: no clamp */
     float linear_offset;    /* 0: none */
     int32_t replica_policy; /* FlashMoEReplicaPolicy; read with spare slots */
+    int32_t experts;        /* FlashMoEExperts */
     uint64_t timeout_ns;
     int64_t heap_slot_elements; /* most elements of weights and biases that all spare slots of a
                                    rank hold, of any such layer; or 0 */
@@ -181,7 +189,9 @@ FLASHMOE_EXPORT int flashmoe_slot(const FlashMoEProblem* problem,
 /* Encodes the TMA descriptors of the weights in all local slots into host memory; spare slots
  * follow the local experts.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
- *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's */
+ *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's.
+ * In FP8 a matrix [out, in] has a byte for each value, followed by the scales of its blocks of 128
+ * x 128 in float32: [out / 128, in / 128 rounded up to a multiple of 4]. */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc1,
                                             const void* const* fc2,
@@ -252,7 +262,9 @@ typedef struct {
                                 fc1's biases [fc1_rows], then to fc2's [hidden]; or NULL */
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
                          or by flashmoe_gather, read by a backward for fc1's gradients; NULL if it
-                         computes none of them, neither of local experts nor in spare slots */
+                         computes none of them, neither of local experts nor in spare slots. In FP8
+                         a row has a byte for each value, then a float32 scale for each 128 of them,
+                         then zeros up to a multiple of 16 bytes */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its
                          backward; NULL if none will follow */
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the

@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -37,6 +37,7 @@ OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED,
 )
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BALANCE, POPULAR = range(2)
+AS_GIVEN, FP8 = range(2)
 SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
 ACTIVATIONS = {
     Activation.SILU: 0,
@@ -72,7 +73,7 @@ class FlashMoEProblem(_Sized):
             "heap_topk spare_slots heap_experts",
         ),
         (ctypes.c_float, "clamp_value linear_offset"),
-        (ctypes.c_int32, "replica_policy"),
+        (ctypes.c_int32, "replica_policy experts"),
         (ctypes.c_uint64, "timeout_ns"),
         (ctypes.c_int64, "heap_slot_elements"),
     )
@@ -137,6 +138,7 @@ def problem_of(
         heap_slot_elements=heap.slot_elements,
         clamp_value=config.clamp_value or 0.0,
         replica_policy={"balance": BALANCE, "popular": POPULAR}[replica_policy],
+        experts={"bf16": AS_GIVEN, "fp8": FP8}[config.experts],
         timeout_ns=int(timeout * 1e9),
     )
 

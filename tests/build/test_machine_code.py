@@ -90,6 +90,28 @@ def test_tells_which_stages_have_a_fence_before_their_products() -> None:
     assert found == {"_Z5firstv": [True, False], "_Z6secondv": [False, True]}
 
 
+def test_counts_products_of_fp8() -> None:
+    listing = LISTING.replace("HGMMA.64x256x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3")
+    assert machine_code.moves_in_loops(machine_code.instructions(listing)) == {"_Z5firstv": [2, 0]}
+
+
+@pytest.mark.timeout(900)
+def test_main_loops_in_fp8_are_promoted_and_touch_no_local_memory(
+    kernels: machine_code.Kernels,
+) -> None:
+    for code in (code for name, code in kernels.items() if machine_code.IN_FP8 in name):
+        at = [i for i, one in enumerate(code) if one.operation.startswith("QGMMA")]
+        if not at:
+            continue
+        assert len(at) == 8  # two halves of a stage's columns, 32 of K each
+        # From the wait for a stage to the branch after both promotions.
+        begin = max(i for i in range(at[0]) if code[i].operation.startswith(machine_code.WAIT))
+        end = min(i for i in range(at[-1], len(code)) if code[i].operation.startswith("BRA"))
+        loop = [one.operation for one in code[begin:end]]
+        assert sum(operation.startswith("FFMA") for operation in loop) == 2 * 64
+        assert not [one for one in loop if one.startswith(("LDL", "STL"))]
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> machine_code.Kernels:
     """The kernels of the library that is shipped."""
@@ -107,7 +129,7 @@ def test_no_acquire_has_lost_its_load(kernels: machine_code.Kernels) -> None:
 @pytest.mark.timeout(900)
 def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
     layers = {name: code for name, code in kernels.items() if "layer_kernel" in name}
-    assert len(layers) == 2 * 16  # without slots, and with them
+    assert len(layers) == 2 * 16 + 2  # without slots, with them, and forwards in FP8
     for code in layers.values():
         assert sum(one.operation == machine_code.ARRIVAL for one in code) >= 5
     assert not any(machine_code.early_arrivals(layers).values())
@@ -116,6 +138,9 @@ def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
 @pytest.mark.timeout(900)
 def test_main_loops_fence_what_threads_have_copied(kernels: machine_code.Kernels) -> None:
     found = machine_code.fenced_loops(kernels)
+    in_fp8 = [loops for name, loops in found.items() if machine_code.IN_FP8 in name]
+    assert in_fp8 == [[False]] * 2  # TMA's rows alone
+    found = {name: loops for name, loops in found.items() if machine_code.IN_FP8 not in name}
     forwards = [sorted(loops) for name, loops in found.items() if "ForwardPass" in name]
     assert forwards == [[False, True]] * (2 * 8)  # TMA's rows, and those that are read in place
     backwards = {
@@ -138,5 +163,5 @@ def test_no_main_loop_moves_descriptors(kernels: machine_code.Kernels) -> None:
     found = machine_code.moves_in_loops(kernels)
     forwards = [counts for name, counts in found.items() if "ForwardPass" in name]
     backwards = [counts for name, counts in found.items() if "BackwardPass" in name]
-    assert forwards == [[0]] * (2 * 8)  # without slots, and with them
+    assert forwards == [[0]] * (2 * 8 + 2)  # without slots, with them, and in FP8
     assert backwards == [[0, 0]] * (2 * 8)  # the layer's two products, and the weights' gradients

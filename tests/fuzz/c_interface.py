@@ -47,7 +47,11 @@ GOOD_PROBLEM: dict[str, float] = {
     "glu_interleave": 32,
     "clamp_value": 7.0,
     "linear_offset": 1.0,
+    "experts": 0,
 }
+IN_FP8 = {"experts": 1, "intermediate": 256, "glu_interleave": 0, "clamp_value": 0.0}
+IN_FP8 |= {"linear_offset": 0.0}
+"""What makes a good problem one in FP8."""
 
 
 class ContractError(AssertionError):
@@ -395,6 +399,14 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     # peers rows and results.
     buffers = 1 + min(topk, ranks) if ranks > 1 else 0
     heap = heap_tokens * (4 * ranks + 2 * ranks * heap_topk * 8 + 2 * hidden * buffers + 4 * topk)
+    # In FP8 operands of products have a byte and a share of a scale, and a lone rank its rows, too.
+    in_fp8 = fields["experts"] == bindings.FP8
+
+    def operand_bytes(width: int) -> int:
+        return -(-(width + width // 32) // 16) * 16 if in_fp8 else 2 * width
+
+    if in_fp8 and ranks == 1:
+        heap += heap_tokens * operand_bytes(hidden)
     # And the routes of all ranks by expert, and spare slots with float32 gradients.
     heap += 8 * ranks * fields["heap_experts"] + 6 * fields["heap_slot_elements"]
     plan = blocks * (8 + 128 * (8 + 4)) + 4 * tokens * (ranks * topk + topk + 1)
@@ -409,13 +421,16 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     copies_grads = bool(ranks > 1 or fields["is_transposed"] or width > 512)
     exact = {
         "max_row_blocks": blocks,
-        "weight_map_bytes": 2 * 128 * matrices * slots + (8 * matrices * local if spare else 0),
+        "weight_map_bytes": (128 + 8 if in_fp8 else 2 * 128) * matrices * slots
+        + (8 * matrices * local if spare else 0),
         "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots + 8 * (1 + slots),
-        "row_block_bytes": 256 * hidden,
+        "row_block_bytes": 128 * operand_bytes(hidden),
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [
-            256 * (width + hidden),
-            256 * (width + (1 + copies_grads) * hidden + fc1_rows) + -(-width // 256) * 128 * 4,
+            128 * operand_bytes(width) + 256 * hidden,
+            128 * operand_bytes(width)
+            + 256 * ((1 + copies_grads) * hidden + fc1_rows)
+            + -(-width // 256) * 128 * 4,
         ],
         "workspace_bytes": 4 * workspace,
     }

@@ -79,11 +79,12 @@ def test_a_good_problem_is_accepted():
     assert outcome.startswith("settle: launch that settles on replicas: "), outcome
 
 
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["as given", "in FP8"])
 @pytest.mark.parametrize(
     "kind", ["overflowing heap", "small plan", "wrong blocks", "other workspace"]
 )
-def test_the_model_of_sizes_notices(kind: str):
-    fields = dict(c_interface.GOOD_PROBLEM)
+def test_the_model_of_sizes_notices(kind: str, in_fp8: bool):
+    fields = dict(c_interface.GOOD_PROBLEM) | (c_interface.IN_FP8 if in_fp8 else {})
     problem = bindings.FlashMoEProblem(
         **{name: fields[name] for name, _ in bindings.FlashMoEProblem._fields_[1:]}
     )

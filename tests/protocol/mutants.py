@@ -59,6 +59,55 @@ TWICE = "is written over by one who does not know of the last write"
 HANG = "nobody can go on"
 
 MUTANTS = [
+    # Tokens that this rank quantizes for itself.
+    Mutant(
+        "a rank quantizes its tokens after the plan",
+        "quantized",
+        BY_TMA,
+        True,
+        (
+            (FORWARD, "if (s_.agents == 1 or s_.quantizes) publish_rows(launch, epoch);", ""),
+            (
+                FORWARD,
+                "        return grid_barrier(1, fit);",
+                "        const bool all = grid_barrier(1, fit);\n"
+                "        publish_rows(launch, epoch);\n        return all;",
+            ),
+        ),
+    ),
+    Mutant(
+        "own tokens are read by TMA without a proxy fence",
+        "quantized",
+        BY_TMA,
+        False,
+        ((FORWARD, "if (quantizes_) A::fence_proxy_async();", ""),),
+    ),
+    Mutant(
+        "a gather does not wait for this rank's tokens",
+        "quantized",
+        BY_TMA,
+        False,
+        ((FORWARD, "if (quantizes_) await_rows(epoch);", ""),),
+    ),
+    Mutant(
+        "quantized tokens are told of before they are written",
+        "ranks2_quantized",
+        BY_TMA,
+        True,
+        (
+            (
+                FORWARD,
+                "if (s_.ranks > 1 or quantizes_) {",
+                "if (quantizes_) tell_rows(M::kRows, epoch);\n"
+                "        if (s_.ranks > 1 or quantizes_) {",
+            ),
+            (
+                FORWARD,
+                "        tell_rows(M::kRows, epoch);\n    }\n\n    void tell",
+                "        if (not quantizes_) tell_rows(M::kRows, epoch);\n    }\n\n    void tell",
+            ),
+        ),
+    ),
     # Gradients that are complete before the launch is.
     Mutant(
         "fc2's gradients are told of before their copies are complete",

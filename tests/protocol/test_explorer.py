@@ -21,6 +21,8 @@ COMPLETE = {
     "ctas2_grads": 5_500,
     "ctas2_grads_slots": 3_600,
     "first_copied": 16_000,
+    "quantized": 1_000,
+    "quantized_plan": 1_000,
     "in_place": 1_200,
     "not_copied": 400,
     "ahead": 76_000,
@@ -28,6 +30,7 @@ COMPLETE = {
 BOUNDED = {
     "ranks2_backward": 10_000,
     "ranks2_gather": 10_000,
+    "ranks2_quantized": 10_000,
     "ranks2_layers": 10_000,
     "ranks2_layers_backward": 10_000,
     "ctas2_backward": 10_000,

@@ -78,6 +78,27 @@ def test_an_input_that_no_layer_gives(given: dict[str, Any], said: str) -> None:
     assert refusal(changed(), **given) == said
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"experts": 2}, "experts 2: wanted 0 or FP8 (1)"),
+        ({"dtype": bindings.FLOAT16}, "FP8 experts with dtype 2, hidden 128, intermediate 256: wa"),
+        ({"hidden": 192}, "FP8 experts with dtype 1, hidden 192, intermediate 256: wanted bfloat1"),
+        ({"intermediate": 64}, "FP8 experts with dtype 1, hidden 128, intermediate 64: wanted bfl"),
+        ({"is_transposed": 1}, "FP8 experts with is_transposed 1, spare_slots 0, heap_experts 0, "),
+        ({"spare_slots": 1}, "FP8 experts with is_transposed 0, spare_slots 1, heap_experts 0, he"),
+        ({"heap_experts": 8}, "FP8 experts with is_transposed 0, spare_slots 0, heap_experts 8, h"),
+        ({"clamp_value": 7.0}, "FP8 experts with is_transposed 0, spare_slots 0, heap_experts 0, "),
+        ({"glu_interleave": 64}, "FP8 experts with glu_interleave 64: wanted 0 or a multiple of "),
+    ],
+)
+def test_a_problem_that_fp8_does_not_have(fields: dict[str, int], said: str) -> None:
+    in_fp8 = {"experts": bindings.FP8, "hidden": 128, "intermediate": 256}
+    assert refusal(changed(**in_fp8)) == ""
+    assert refusal(changed(**{**in_fp8, "glu_interleave": 128})) == ""
+    assert refusal(changed(**{**in_fp8, **fields})).startswith(said)
+
+
 def test_every_ranks_heap_is_needed() -> None:
     assert refusal(changed(), heaps=(0x200000, 0)).startswith("a rank's heap is at ")
 
@@ -107,3 +128,25 @@ def test_gradients_have_a_column_for_each_expert_or_choice() -> None:
             said[columns] = bindings.load().flashmoe_last_error().decode()
     wanted = "grad_columns {}: wanted num_experts = 8 or, with indices, 0 to topk = 2"
     assert said == {columns: wanted.format(columns) for columns in (3, 9, -1)}
+
+
+def test_fp8_has_no_backward_and_no_biases() -> None:
+    problem = changed(experts=bindings.FP8, hidden=128, intermediate=256)
+    group = bindings.FlashMoEGroup(
+        heaps=(ctypes.c_void_p * 8)(*HEAPS),
+        workspace=0x100000,
+        mailbox=native.Mailbox(problem).address,
+    )
+    given = bindings.FlashMoEInput(num_tokens=0, x=0x400000, probs=0x500000)
+    fields = {"plan": 0x700000, "weight_maps": 0x400000, "out": 0x800000}
+    launch, biased = (bindings.FlashMoELaunch(**fields, biases=at) for at in (None, 0x900000))
+    library = bindings.load()
+    one_pass = [problem, group, given, biased]
+    assert library.flashmoe_forward(*map(ctypes.byref, one_pass), 0) == bindings.BAD_ARGUMENT
+    said = library.flashmoe_last_error().decode()
+    assert said == "biases of FP8 experts: wanted a forward without biases"
+    arguments = 0xA00000, 0xB00000, bindings.FLOAT32, 0, 1
+    status = library.flashmoe_backward(*map(ctypes.byref, (problem, group, launch)), *arguments)
+    assert status == bindings.BAD_ARGUMENT
+    said = library.flashmoe_last_error().decode()
+    assert said == "a backward of FP8 experts: wanted a forward without biases"

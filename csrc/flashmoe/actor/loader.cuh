@@ -126,7 +126,7 @@ __device__ __forceinline__ void stream_tile(const Watchdog& watchdog,
             Barrier& empty = ring.empty[cursor.index()];
             auto& stage = ring.stage[cursor.index()];
             wait_barrier<Waiter::kThread>(watchdog, Wait::kLoaderStage, empty, cursor.parity() ^ 1);
-            full.arrive_and_expect_tx(sizeof(stage));
+            full.arrive_and_expect_tx(kStageBytes);
             ptx::delay_point();
             load_b(stage, full, k);
             if (k == 0) await_a();
@@ -199,6 +199,34 @@ __device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, i
         return shape.glu.gate(n * kBoxRows) + box * shape.glu.half;
     }
     return n * BLOCK_N + box * kBoxRows;
+}
+
+// Loads the scales of stage k's operands. Scope: one thread.
+template <class Pass, class Scales>
+__device__ __forceinline__ void load_scales(const typename Pass::Args& args,
+                                            const TileInfo& tile,
+                                            int matrix,
+                                            int to_up,
+                                            Barrier& full,
+                                            Scales& scales,
+                                            int k) {
+    constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    auto* arrived = reinterpret_cast<uint64_t*>(&full);
+    const int first = k / kScalesAtOnce * kScalesAtOnce;
+    cute::SM90_TMA_LOAD_2D::copy(&args.scale_map[tile.gemm], arrived, kHint, scales.a, first,
+                                 tile.m * BLOCK_M);
+    const int num_rows = tile.gemm == 0 ? args.shape.fc1_rows() : args.shape.hidden;
+    const int width = align_up(args.num_k_blocks[tile.gemm], kScalesAtOnce);
+#pragma unroll
+    for (int box = 0; box < BLOCK_N / kBoxRows; ++box) {
+        const bool is_up = to_up != 0 and box == 1;
+        const int row = begin_of_b<Pass>(args.shape, tile.gemm, tile.n, to_up != 0 ? 0 : box);
+        // The last tile's second half may be past N: its values are zeros.
+        const int row_block = min(row, num_rows - kBoxRows) / kBoxRows;
+        const float* of_matrix = args.weight_scales[matrix + (is_up ? to_up : 0)];
+        cute::SM90_BULK_COPY_G2S::copy(of_matrix + row_block * width + first, arrived,
+                                       scales.b[box], sizeof(scales.b[box]));
+    }
 }
 
 // Loads stage k of the right operand of a weight's gradient.
@@ -370,7 +398,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             if (tile.gemm == 0 and reads_in_place(args)) {
                 const bool is_copied = __any_sync(~0u, is_there);
                 if (tile.pair == Pair::kAlongN ? tile.is_in_place : not is_copied) {
-                    const GatheredRows rows(args.plan, tile.m * BLOCK_M, args.shape.row_bytes());
+                    const GatheredRows rows(args.plan, tile.m * BLOCK_M, args.shape.token_bytes());
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
                         [&](auto& stage, int k) {
@@ -389,6 +417,10 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                         load_boxes<Major::K>([&](int) { return &args.load_map[tile.gemm]; }, full,
                                              stage.a, k, 0, tile.pair == Pair::kAlongN, cta,
                                              [&](int) { return tile.m * BLOCK_M; });
+                        if constexpr (kIsFp8) {
+                            load_scales<Pass>(args, tile, int(weights - args.weight_maps), to_up,
+                                              full, ring.scales[own.index()], k);
+                        }
                     },
                     load_b,
                     [&] {

@@ -4,6 +4,9 @@
 
 #include "flashmoe/actor/loader.cuh"
 #include "flashmoe/tile/handover.cuh"
+#ifdef FLASHMOE_IN_FP8
+#include "flashmoe/tile/promoted.cuh"
+#endif
 
 namespace flashmoe {
 
@@ -46,7 +49,11 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
                                               const Handover& handover,
                                               int warpgroup) {
     using T = typename Pass::Element;
+#ifdef FLASHMOE_IN_FP8
+    using Main = PromotedMainloop;
+#else
     using Main = Mainloop<T, Major::K, Pass::kMajorB>;
+#endif
     typename Main::Accumulator accumulator;
     RingCursor<Ring::kNumStages> cursor;
     RingCursor<kTileSlots> slot;
@@ -68,8 +75,8 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         // Rows that are all pads are zeros: one stage of them gives what all stages would give.
         const int num_multiplied = warpgroup < tile.num_halves ? num_k_blocks : 1;
         if (tile.gemm == 0 and reads_in_place(args)) {
-            Main::template run<true>(accumulator, ring, cursor, num_multiplied, warpgroup, waited,
-                                     args.watchdog);
+            Main::template run<not kIsFp8>(accumulator, ring, cursor, num_multiplied, warpgroup,
+                                           waited, args.watchdog);
         } else {
             Main::template run<false>(accumulator, ring, cursor, num_multiplied, warpgroup, waited,
                                       args.watchdog);

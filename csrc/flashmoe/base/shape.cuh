@@ -20,6 +20,13 @@ constexpr bool kHasReplicas = false;
 #define FLASHMOE_SET_SLOT_FIELD(field, value) static_cast<void>(value)
 #endif
 
+// Scales of products' operands, which only FP8 has.
+#ifdef FLASHMOE_IN_FP8
+#define FLASHMOE_SCALE_FIELD(type, name) type name
+#else
+#define FLASHMOE_SCALE_FIELD(type, name) static_assert(not kIsFp8)
+#endif
+
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopk = 16;
 constexpr int kMaxLocalExperts = 512;  // places of a rank that compute experts
@@ -83,6 +90,13 @@ struct Divisor {
 static_assert(Divisor::of(65535).divide(65534) == 0 and Divisor::of(65535).divide(65535) == 1 and
               Divisor::of(3).divide(65534) == 21844 and Divisor::of(3).divide(65535) == 21845);
 
+// Bytes of a row that products read along K. In FP8 its values are followed by a scale for each 128
+// of them, and by pads up to a multiple of 16. So a copy of the row has its scales, too.
+__host__ __device__ constexpr int operand_row_bytes(int width) {
+    return kIsFp8 ? align_up(width + width / BLOCK_K * int(sizeof(float)), 16)
+                  : width * kOperandBytes;
+}
+
 struct Shape {
     int rank;
     int num_ranks;
@@ -128,7 +142,9 @@ struct Shape {
     // fc1's matrices of all local slots, then fc2's, in tables of weights and of their gradients.
     __host__ __device__ int num_fc1() const { return (is_split ? 2 : 1) * num_local_slots(); }
     __host__ __device__ int num_matrices() const { return num_fc1() + num_local_slots(); }
+    // Rows of results, and of tokens as they are given; and of tokens as products read them.
     __host__ __device__ int row_bytes() const { return hidden * kElementBytes; }
+    __host__ __device__ int token_bytes() const { return operand_row_bytes(hidden); }
 
     // A token uses at most this many ranks, and at most this many slots of one rank: replicas may
     // take more of its routes there than the rank has experts.

@@ -47,7 +47,7 @@ struct HeapLayout {
     FLASHMOE_SLOT_FIELD(uint64_t, grads_ready);
     FLASHMOE_SLOT_FIELD(uint64_t, slot_weights);
     FLASHMOE_SLOT_FIELD(uint64_t, slot_grads);
-    uint64_t rows;     // bf16[token][hidden], this rank's tokens, read by peers
+    uint64_t rows;     // [token], Shape::token_bytes() each: this rank's tokens, read by peers
     uint64_t results;  // bf16[token][slot][hidden], written by peers
     uint64_t dprobs;   // f32[token][topk], written by peers in the backward
     uint64_t bytes;
@@ -57,6 +57,8 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     const uint64_t tokens = s.heap_tokens, ranks = s.num_ranks;
     // One rank alone reads tokens where they are, and sums them where they go.
     const uint64_t row_bytes = ranks > 1 ? s.row_bytes() : 0;
+    // In FP8 they lie here in any case. The layer's backward has rows of dY, of 16 bits, here.
+    const uint64_t token_bytes = kIsFp8 and ranks == 1 ? s.token_bytes() : row_bytes;
     HeapLayout at{};
     uint64_t end = 0;
     auto take = [&end](uint64_t bytes) {
@@ -78,7 +80,7 @@ __host__ __device__ inline HeapLayout heap_layout(const Shape& s) {
     FLASHMOE_SET_SLOT_FIELD(at.grads_ready, take(has_slots ? 2 * ranks * sizeof(uint32_t) : 0));
     FLASHMOE_SET_SLOT_FIELD(at.slot_weights, take(uint64_t(s.heap_slot_elements) * kElementBytes));
     FLASHMOE_SET_SLOT_FIELD(at.slot_grads, take(uint64_t(s.heap_slot_elements) * sizeof(float)));
-    at.rows = take(tokens * row_bytes);
+    at.rows = take(tokens * token_bytes);
     at.results = take(tokens * s.max_slots() * row_bytes);
     at.dprobs = take(tokens * s.topk * sizeof(float));
     at.bytes = end;
@@ -144,13 +146,17 @@ struct Heap {
         return address<float>(owner, at.slot_grads) + spare_slot * expert_elements;
     }
     __device__ __forceinline__ char* row(int owner, int token) const {
-        return address<char>(owner, at.rows) + int64_t(token) * hidden * kElementBytes;
+        const int64_t bytes =
+            kIsFp8 ? int64_t(token) * token_bytes() : int64_t(token) * hidden * kElementBytes;
+        return address<char>(owner, at.rows) + bytes;
     }
     __device__ __forceinline__ char* result(int owner, int token, int slot) const {
         return address<char>(owner, at.results) +
                protocol::result_row(token, num_slots, slot) * hidden * kElementBytes;
     }
+    // As Shape has them.
     __device__ __forceinline__ int row_bytes() const { return hidden * kElementBytes; }
+    __device__ __forceinline__ int token_bytes() const { return operand_row_bytes(hidden); }
     __device__ __forceinline__ float* dprobs(int owner, int token) const {
         return address<float>(owner, at.dprobs) + int64_t(token) * topk;
     }

@@ -16,6 +16,7 @@ KernelEntry forward_bf16(bool is_gated);
 KernelEntry forward_bf16_transposed(bool is_gated);
 KernelEntry forward_fp16(bool is_gated);
 KernelEntry forward_fp16_transposed(bool is_gated);
+KernelEntry forward_fp8(bool is_gated);
 KernelEntry backward_bf16(bool is_gated);
 KernelEntry backward_bf16_transposed(bool is_gated);
 KernelEntry backward_fp16(bool is_gated);

@@ -31,7 +31,16 @@ __global__ __launch_bounds__(kGatherWarps * 32, 1)  //
         for (Barrier& arrived : barriers[warp]) arrived.init(1);
         cutlass::arch::fence_barrier_init();
     }
-    if (threadIdx.x == 0) publish_rows(args, epoch, smem.copied);
+    if constexpr (kIsFp8) {
+        quantize_tokens(args, int(blockDim.x));
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            tell_rows(args, &args.workspace.tickets->rows_published, epoch);
+        }
+        await_published_rows(args, epoch);  // this rank's, too
+    } else if (threadIdx.x == 0) {
+        publish_rows(args, epoch, smem.copied);
+    }
     __syncthreads();
     dispatch<false>(args, smem.pieces[warp], barriers[warp], 0);
     __syncthreads();

@@ -27,7 +27,7 @@ template <class T, bool kGated, bool kTransposed>
 struct ForwardPass {
     using Element = T;
     using Args = LayerArgs;
-    static constexpr bool kIsBackward = false, kGatedForward = kGated, kHasBias = true;
+    static constexpr bool kIsBackward = false, kGatedForward = kGated, kHasBias = not kIsFp8;
     static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
     using FinishGemm0 = ActivateRows<T, kGated>;
@@ -53,6 +53,7 @@ struct LayerBuffers {
     Stage stages[kStages];
     alignas(RowCopySmem) AllOutputs outputs;
     DispatchPieces pieces;
+    FLASHMOE_SCALE_FIELD(StageScales, scales[kStages]);
 };
 struct LayerWords {
     StageBarriers<kStages> stages;
@@ -63,19 +64,32 @@ struct LayerWords {
 };
 static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= kSmemBytes);
 
+// The ring in a CTA's shared memory; `place` says how the addresses of its parts are kept.
+template <class Place>
+__device__ __forceinline__ StageRing<kStages> ring_of(LayerBuffers& buffers,
+                                                      LayerWords& words,
+                                                      Place place) {
+#ifdef FLASHMOE_IN_FP8
+    return {place(buffers.stages), place(words.stages.full), place(words.stages.empty),
+            place(buffers.scales)};
+#else
+    return {place(buffers.stages), place(words.stages.full), place(words.stages.empty)};
+#endif
+}
+
 // The tail: every warp, once its own part is done, delivers rows and reduces tokens until none is
 // left. The more warps share it, the shorter it is.
-template <class Pass>
+template <class Pass, int kSums>
 __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
     using T = typename Pass::Element;
     int64_t begin = Trace::now();
-    while (deliver_some<T, Pass::kIsBackward, 4>(args, smem, Deliver::kAwaited) !=
+    while (deliver_some<T, Pass::kIsBackward, kSums>(args, smem, Deliver::kAwaited) !=
            Progress::kFinished) {
     }
     args.watchdog.trace.add(event_of(Span::kDeliver), kWhole, begin);
 
     begin = Trace::now();
-    reduce_results<T, Pass::kIsBackward, 4>(args, smem);
+    reduce_results<T, Pass::kIsBackward, kSums>(args, smem);
     args.watchdog.trace.add(event_of(Span::kReduce), kWhole, begin);
 }
 
@@ -87,7 +101,8 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     int chunk = 0;
     for (int idle = 0; idle < 10000;) {
         const Progress progress =
-            combine_some<typename Pass::Element, Pass::kIsBackward, 4>(args, smem, chunk, false);
+            combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums>(args, smem, chunk,
+                                                                               false);
         if (progress == Progress::kFinished) break;
         idle = progress == Progress::kSome ? 0 : idle + 1;
         if (idle > 0) __nanosleep(500);
@@ -131,7 +146,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     auto& buffers = *reinterpret_cast<LayerBuffers*>(smem_bytes);
     __shared__ __align__(16) uint8_t words_bytes[sizeof(LayerWords)];
     auto& words = *reinterpret_cast<LayerWords*>(words_bytes);
-    const StageRing<kStages> ring{buffers.stages, words.stages.full, words.stages.empty};
+    const auto ring = ring_of(buffers, words, [](auto& place) -> auto& { return place; });
     const Handover handover{buffers.outputs, words.outputs.full, words.outputs.empty};
     args.watchdog.trace.open();
     open_counters(args.records != nullptr);
@@ -162,14 +177,13 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
             process_tiles<Pass>(args, ring, words.mailbox, handover, warpgroup - 1);
-            combine<Pass>(args, words.combine);
+            combine<Pass, kProcessorSums>(args, words.combine);
         } else {
             cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
             const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
             if (warp == 0) {
-                const StageRing<kStages> kept{ptx::keep_address(ring.stage),
-                                              ptx::keep_address(ring.full),
-                                              ptx::keep_address(ring.empty)};
+                const auto kept = ring_of(
+                    buffers, words, [](auto& place) -> auto& { return ptx::keep_address(place); });
                 load_layer<Pass>(args, kept, words.mailbox);
             } else if (warp == 1) {
                 dispatch<true>(args, buffers.pieces, words.pieces, num_first_places(args));
@@ -177,7 +191,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
             } else {
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);
             }
-            combine<Pass>(args, words.combine);
+            combine<Pass, kCommSums>(args, words.combine);
             if constexpr (kHasReplicas and Pass::kIsBackward) {
                 add_fc2_replicas<typename Pass::Element>(args);
             }

@@ -86,15 +86,16 @@ struct LayerArgs {
     const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward
 
     const CUtensorMap* weight_maps;  // device: fc1 of every local slot (Shape::num_fc1), then fc2
-    char* rows;                      // [row][hidden], filled by dispatch
-    char* act;                       // [row][intermediate]: fc2's input
-    char* dpre;                      // [row][fc1_rows]; backward
-    char* result;                    // [row][hidden], read by combine
-    char* preact;                    // [row][fc1_rows]: fc1's outputs, or null
-    float* dprob_partial;            // [row][GEMM0 tile]; backward
-    char* out;                       // [token][hidden]
-    void* grad_probs;                // as probs; backward
-    int grad_columns;                // of a token: all experts or, with indices, its choices
+    FLASHMOE_SCALE_FIELD(const float* const*, weight_scales);  // device: of the same matrices
+    char* rows;            // [row], Shape::token_bytes() each, filled by dispatch
+    char* act;             // [row], operand_row_bytes(intermediate) each: fc2's input
+    char* dpre;            // [row][fc1_rows]; backward
+    char* result;          // [row][hidden], read by combine
+    char* preact;          // [row][fc1_rows]: fc1's outputs, or null
+    float* dprob_partial;  // [row][GEMM0 tile]; backward
+    char* out;             // [token][hidden]
+    void* grad_probs;      // as probs; backward
+    int grad_columns;      // of a token: all experts or, with indices, its choices
     Dtype grad_probs_dtype;
 
     int layer;        // a number that the caller knows the layer by
@@ -108,7 +109,8 @@ struct LayerArgs {
     FLASHMOE_SLOT_FIELD(bool, uses_settled);       // the replicas that a launch ahead chose
     FLASHMOE_SLOT_FIELD(int, least_replica_rows);  // an expert is pushed for, with even loads
 
-    CUtensorMap load_map[2];  // A of each GEMM
+    CUtensorMap load_map[2];                          // A of each GEMM
+    FLASHMOE_SCALE_FIELD(CUtensorMap, scale_map[2]);  // its scales
 };
 
 // One of the two products of weight gradients, dW = left^T right over an expert's rows.
@@ -137,8 +139,16 @@ struct BackwardArgs : LayerArgs {
 
 // True if GEMM0 reads rows where tokens have them, as long as they are not copied.
 __device__ __forceinline__ bool reads_in_place(const LayerArgs& args) {
+    if constexpr (kIsFp8) return false;
     return args.row_access == RowAccess::kInPlaceUntilCopied or
            args.row_access == RowAccess::kInPlace;
+}
+
+// Where this rank finds its own tokens as products read them: where they are given or, in FP8, in
+// the own heap, where it has quantized them.
+__device__ __forceinline__ const char* own_tokens(const LayerArgs& args) {
+    if constexpr (kIsFp8) return args.heap.row(args.shape.rank, 0);
+    return args.x;
 }
 
 // The place for the sum of a token's rows on this rank. Usually it is a slot of the token's rank,

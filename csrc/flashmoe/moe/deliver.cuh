@@ -67,7 +67,7 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
     }
     unit = __shfl_sync(~0u, unit, 0);
     const auto place_of = [&](int each) {
-        return (int64_t(each) * gridDim.x + blockIdx.x) * rows_of_unit;
+        return (int64_t(each) * gridDim.x + ptx::block_number()) * rows_of_unit;
     };
     if (place_of(unit) >= plan.num_places()) return Progress::kFinished;
     const int nth_unit = units == 1 ? 0 : lane / rows_of_unit;

@@ -33,9 +33,10 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           uint32_t& parity) {
     const Heap& heap = args.heap;
     const Plan& plan = args.plan;
-    const int row_bytes = heap.row_bytes();
-    const char* source = meta.src_rank == args.shape.rank ? args.x + int64_t(meta.token) * row_bytes
-                                                          : heap.row(meta.src_rank, meta.token);
+    const int row_bytes = heap.token_bytes();
+    const char* source = meta.src_rank == args.shape.rank
+                             ? own_tokens(args) + int64_t(meta.token) * row_bytes
+                             : heap.row(meta.src_rank, meta.token);
     const int32_t* token_rows = plan.rows_of(meta.src_rank, meta.token);
     for (int offset = 0; offset < row_bytes; offset += kDispatchPiece) {
         const int bytes = min(kDispatchPiece, row_bytes - offset);
@@ -83,7 +84,8 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     constexpr int kLanes = 16, kUnroll = 16;
     const int64_t begin = Trace::now();
     const Plan& plan = args.plan;
-    const int lane = threadIdx.x % kLanes, rank = args.shape.rank, chunks = args.shape.hidden / 8;
+    const int lane = threadIdx.x % kLanes, rank = args.shape.rank;
+    const int chunks = kIsFp8 ? args.shape.token_bytes() / 16 : args.shape.hidden / 8;
     const uint32_t lanes = 0xFFFFu << (threadIdx.x % 32 / kLanes * kLanes);
     const int places = num_first_places(args), step = int(blockDim.x / kLanes * gridDim.x);
     const bool is_apart = args.row_access == RowAccess::kFirstCopied;
@@ -93,7 +95,8 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
         const RowMeta meta = row >= 0 ? plan.row_meta[row] : RowMeta{};
         const bool is_copied = is_apart ? row >= 0 and not meta.is_pad() : meta.is_owner();
         if (not is_copied or meta.src_rank != rank) continue;
-        const auto* source = reinterpret_cast<const uint4*>(args.x) + int64_t(meta.token) * chunks;
+        const auto* source =
+            reinterpret_cast<const uint4*>(own_tokens(args)) + int64_t(meta.token) * chunks;
         const int32_t* token_rows = plan.rows_of(rank, meta.token);
         for (int first = lane; first < chunks; first += kLanes * kUnroll) {
             uint4 loaded[kUnroll];
@@ -159,7 +162,8 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     const Plan& plan = args.plan;
     const Workspace& workspace = args.workspace;
     const int lane = threadIdx.x % 32;
-    const int row_bytes = args.shape.row_bytes();
+    const int row_bytes = args.shape.token_bytes();
+    if constexpr (kIsFp8) ptx::fence_proxy_async_global();  // threads have written this rank's
     uint32_t parity = 0;
     bool has_pushes = kPushes and kHasReplicas and args.home_weights != nullptr;
     int pad_rows_pulled = 0, pad_rows_made = 0;

@@ -7,6 +7,7 @@
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/tile/activation.cuh"
 #include "flashmoe/tile/handover.cuh"
+#include "flashmoe/tile/quantize.cuh"
 
 namespace flashmoe {
 
@@ -114,7 +115,7 @@ class ActivateRows {
     template <Activation kAct>
     __device__ __forceinline__ void finish(const WarpRows& rows) const {
         constexpr int kChunks = kGated ? kRowChunks / 2 : kRowChunks, kRowsAtOnce = 32 / kChunks;
-        constexpr int kBatch = 4;  // chunks of a lane whose arithmetic overlaps
+        constexpr int kBatch = kIsFp8 ? 2 : 4;  // chunks of a lane whose arithmetic overlaps
         const int lane = threadIdx.x % 32, chunk = lane % kChunks;
         const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
         const int column = (tile_n_ * kChunks + chunk) * 8;
@@ -162,7 +163,16 @@ class ActivateRows {
                 }
                 gate[i] = pack8<T>(z);
             }
-            if (is_inside) {
+            if constexpr (kIsFp8) {
+                char* act = args_.act + first_row * operand_row_bytes(intermediate);
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    auto* scales = reinterpret_cast<float*>(act + intermediate);
+                    quantize8(gate[i], ~0u, is_inside, reinterpret_cast<uint2*>(act + column),
+                              scales + column / kScaleBlock);
+                    act += kRowsAtOnce * operand_row_bytes(intermediate);
+                }
+            } else if (is_inside) {
                 const Chunks acts(args_.act, first_row, intermediate, column);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) acts[i * kRowsAtOnce] = gate[i];

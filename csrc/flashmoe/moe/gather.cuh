@@ -47,9 +47,9 @@ __device__ __forceinline__ void gather_box(const GatheredRows& rows,
                                            const char* x,
                                            int column,
                                            uint8_t (&box)[kBoxBytes]) {
-    constexpr int kBoxRowBytes = BLOCK_K * kElementBytes;
+    constexpr int kBoxRowBytes = BLOCK_K * kOperandBytes;
     const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
-    const auto* from = reinterpret_cast<const uint4*>(x + column * kElementBytes);
+    const auto* from = reinterpret_cast<const uint4*>(x + column * kOperandBytes);
     uint32_t are_tokens = rows.are_tokens();
     asm volatile("" : "+r"(are_tokens));  // else each of its bits takes a register of its own
     const uint32_t to = uint32_t(__cvta_generic_to_shared(box)) + row * kBoxRowBytes;
@@ -116,7 +116,7 @@ class GatheredSlabs {
 __device__ __forceinline__ void gather_box(
     const GatheredSlabs& slabs, const char* x, int column, int width, uint8_t (&box)[kBoxBytes]) {
     constexpr int kBoxRowBytes = BLOCK_K * kElementBytes, kHalfBytes = BLOCK_K * kBoxRowBytes;
-    static_assert(2 * kHalfBytes == kBoxBytes);
+    static_assert(kIsFp8 or 2 * kHalfBytes == kBoxBytes);  // no backward is in FP8
     const int lane = threadIdx.x % 32, row = lane / 8, chunk = lane % 8;
     const uint32_t to = uint32_t(__cvta_generic_to_shared(box)) + row * kBoxRowBytes;
     const uint32_t even = to + (chunk ^ row) * 16, odd = to + (chunk ^ row ^ kGatherRows) * 16;

@@ -443,7 +443,7 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
     if (not Planners::has_me()) {
         // Copying waits for the routes, since the fence after them would wait for copies, too.
         ptx::barrier_sync(kRoutesPublished, int(blockDim.x));
-        if (threadIdx.x % 32 == 0) {
+        if (not kIsFp8 and threadIdx.x % 32 == 0) {
             const int64_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));
             publish_rows(args, epoch,
                          *reinterpret_cast<RowCopySmem*>(static_cast<char*>(smem_base) + used));
@@ -459,6 +459,15 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
         if (has_slots) smem.clear(args.shape);
         publish_routes(args, epoch, has_slots ? smem.selections : nullptr);
         ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
+        if constexpr (kIsFp8) {
+            // While the others' routes travel. The grid's barriers follow, so that this rank's
+            // tokens are there for all of its CTAs once the plan is.
+            quantize_tokens(args, Planners::size());
+            Planners::sync();
+            if (threadIdx.x == 0) {
+                tell_rows(args, &args.workspace.tickets->rows_published, epoch);
+            }
+        }
         traced(0);
         smem.clear(args.shape);
         Placed placed = Placed::kAtHome;

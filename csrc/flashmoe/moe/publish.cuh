@@ -9,6 +9,7 @@
 #include "flashmoe/moe/replicas.cuh"
 #include "flashmoe/moe/router.cuh"
 #include "flashmoe/tile/pipeline.cuh"
+#include "flashmoe/tile/quantize.cuh"
 
 namespace flashmoe {
 
@@ -197,6 +198,38 @@ __device__ __forceinline__ void tell_rows(const LayerArgs& args,
         protocol::publish_rows<Atomics>(
             s.num_ranks, epoch, [&](int rank) { return args.heap.row_signal(rank, s.rank); });
     });
+}
+
+// Quantizes this rank's tokens into its heap, where its peers and itself find them. Half a warp
+// takes some blocks of values at a time. Scope: `num_threads` threads of each CTA, the first ones.
+__device__ __forceinline__ void quantize_tokens(const LayerArgs& args, int num_threads) {
+    constexpr int kAtOnce = 4;
+    const int per_token = args.shape.hidden / kScaleBlock, row_bytes = args.shape.token_bytes();
+    const int64_t blocks = int64_t(args.num_tokens) * per_token;
+    const int nth = int(threadIdx.x) / kScaleLanes, lane = threadIdx.x % kScaleLanes;
+    const uint32_t lanes = 0xFFFFu << (threadIdx.x % 32 / kScaleLanes * kScaleLanes);
+    const auto* x = reinterpret_cast<const uint4*>(args.x);
+    const int64_t step = int64_t(num_threads / kScaleLanes) * gridDim.x;
+    char* rows = args.heap.row(args.shape.rank, 0);
+#pragma unroll 1
+    for (int64_t at = int64_t(nth) * gridDim.x + blockIdx.x; at * kAtOnce < blocks; at += step) {
+        uint4 loaded[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int64_t block = at * kAtOnce + i;
+            loaded[i] = block < blocks ? x[block * kScaleLanes + lane] : uint4{};
+        }
+        // One division: the blocks after the first are the token's, or the next tokens'.
+        int token = int(at * kAtOnce / per_token), of_token = int(at * kAtOnce % per_token);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            char* row = rows + int64_t(token) * row_bytes;
+            quantize8(loaded[i], lanes, at * kAtOnce + i < blocks,
+                      reinterpret_cast<uint2*>(row + of_token * kScaleBlock) + lane,
+                      reinterpret_cast<float*>(row + args.shape.hidden) + of_token);
+            if (++of_token == per_token) of_token = 0, ++token;
+        }
+    }
 }
 
 // Shared memory on the way of a CTA's share of x to the heap.

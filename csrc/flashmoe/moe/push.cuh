@@ -10,9 +10,9 @@
 
 namespace flashmoe {
 
-constexpr int kDispatchLanes = 8;     // rows, or pieces of weights, in flight of one warp
-constexpr int kDispatchPiece = 2048;  // bytes that a lane has on its way
-constexpr int kPushedPieces = 2;      // that each lane pushes for a ticket
+constexpr int kDispatchLanes = 8;  // rows, or pieces of weights, in flight of one warp
+constexpr int kDispatchPiece = kIsFp8 ? 1152 : 2048;  // bytes that a lane has on its way
+constexpr int kPushedPieces = 2;                      // that each lane pushes for a ticket
 
 using DispatchPieces = uint8_t[kDispatchLanes][kDispatchPiece];  // in shared memory, of one warp
 using DispatchBarriers = Barrier[kDispatchLanes];

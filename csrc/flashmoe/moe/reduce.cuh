@@ -34,10 +34,11 @@ struct ReduceChunks {
     __device__ __forceinline__ int tokens_per_chunk() const { return 32 / width; }
     // How many chunks this CTA has.
     __device__ __forceinline__ int count() const {
-        return ceil_div(ceil_div(num_tokens, tokens_per_chunk()) - int(blockIdx.x), int(gridDim.x));
+        return ceil_div(ceil_div(num_tokens, tokens_per_chunk()) - int(ptx::block_number()),
+                        int(gridDim.x));
     }
     __device__ __forceinline__ int first_token(int chunk) const {
-        return (chunk * int(gridDim.x) + int(blockIdx.x)) * tokens_per_chunk();
+        return (chunk * int(gridDim.x) + int(ptx::block_number())) * tokens_per_chunk();
     }
 };
 

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "flashmoe/base/hopper.cuh"
+
 namespace flashmoe::ptx {
 
 // Every acquire and release passes here, also those of barriers within a cluster, and so do threads
@@ -149,6 +151,15 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     return rank;
 }
 
+// The number of this CTA. In FP8, where registers are few, it is read again at each use: blockIdx.x
+// would be kept all the time, and others spilled to say in a fault which CTA waits.
+__device__ __forceinline__ uint32_t block_number() {
+    if constexpr (not kIsFp8) return blockIdx.x;
+    uint32_t number;
+    asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(number));
+    return number;
+}
+
 // Writes to the same shared-memory address of one CTA of the cluster; that CTA's barrier, at the
 // same address as this one's, counts the 16 bytes. Acquire and release at cluster scope would do it
 // as well, but they cost a fence of all memory and the whole L1.
@@ -197,6 +208,15 @@ __device__ __forceinline__ uint4 ld_shared(uint32_t smem_address) {
                  : "r"(smem_address)
                  : "memory");
     return v;
+}
+
+__device__ __forceinline__ float ld_shared(const float* from) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(value)
+                 : "r"(uint32_t(__cvta_generic_to_shared(from)))
+                 : "memory");
+    return value;
 }
 
 }  // namespace flashmoe::ptx

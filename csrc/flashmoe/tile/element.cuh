@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <type_traits>
 
@@ -23,6 +24,10 @@ struct CutlassElement<__nv_bfloat16> {
 template <>
 struct CutlassElement<__half> {
     using Type = cutlass::half_t;
+};
+template <>
+struct CutlassElement<__nv_fp8_e4m3> {
+    using Type = cutlass::float_e4m3_t;
 };
 
 template <class T>

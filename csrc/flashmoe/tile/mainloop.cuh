@@ -111,7 +111,7 @@ struct Mainloop {
         }
     }
 
- private:
+ protected:
     // Waits for a stage; the time is added to `waited`. Nothing in here may need the whole
     // warpgroup, since its warps do not find the same. A stage that does not come leaves no fault
     // in the midst of the products: its loader waits as well, for rows or for room, and leaves one.

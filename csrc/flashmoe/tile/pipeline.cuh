@@ -61,6 +61,23 @@ struct alignas(1024) Stage {
     uint8_t b[BLOCK_N / kBoxRows][kBoxBytes];
 };
 
+// The scales of a stage's rows of A and of its halves of B. No copy is of fewer than 16 bytes, so
+// the scales of four blocks of K come at once, and a stage uses one of them.
+constexpr int kScalesAtOnce = 4;
+#ifdef FLASHMOE_IN_FP8
+struct alignas(128) StageScales {
+    float a[BLOCK_M][kScalesAtOnce];
+    float b[BLOCK_N / kBoxRows][kScalesAtOnce];
+
+    // The bytes that copies bring.
+    static constexpr int kBytes =
+        int(sizeof(float)) * kScalesAtOnce * (BLOCK_M + BLOCK_N / kBoxRows);
+};
+constexpr int kStageBytes = sizeof(Stage) + StageScales::kBytes;
+#else
+constexpr int kStageBytes = sizeof(Stage);
+#endif
+
 struct TileMailbox {
     TileInfo tile[kTileSlots];
     Barrier full[kTileSlots];
@@ -79,6 +96,7 @@ struct StageRing {
     Stage (&stage)[kStages];
     Barrier (&full)[kStages];
     Barrier (&empty)[kStages];
+    FLASHMOE_SCALE_FIELD(StageScales, (&scales)[kStages]);
 };
 
 // `reader_warps` is how many warps of each CTA read the mailbox, besides the loader.
@@ -161,7 +179,7 @@ wait_barrier(const Watchdog& watchdog, Wait wait, Barrier& barrier, uint32_t par
     delay_point<kWaiter>();
     if (agreed<kWaiter>(barrier.test_wait(parity))) return 0;
     return await_barrier<kWaiter>(watchdog, wait, barrier, parity, [&] {
-        watchdog.raise(kFaultTimeout, wait, -1, int(blockIdx.x), parity, 0);
+        watchdog.raise(kFaultTimeout, wait, -1, int(ptx::block_number()), parity, 0);
         watchdog.give_up(uint32_t(watchdog.rank) + 1);
     });
 }

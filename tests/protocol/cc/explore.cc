@@ -74,6 +74,7 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         s.unit_rows = 1 + random.below(3), s.finishers_combine = random.below(2) == 0;
         s.has_slots = random.below(2) == 0, s.idle_looks = kManyLooks;
         if (s.ranks == 1) s.row_access = RowAccess(random.below(4));
+        s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
         if (is_late) {  // few threads, so that what is rare is met
             s.ranks = 2 + random.below(2), s.agents = 1, s.experts = s.ranks;
             s.topk = 1 + random.below(2), s.tokens = 1, s.n_tiles[0] = s.n_tiles[1] = 1;

@@ -46,6 +46,7 @@ struct Sizes {
     bool has_slots = false;  // for replicas, whose gradients of fc2 are added within a backward
     int idle_looks = 2;      // in a row, behind which who combines early leaves the rest
     RowAccess row_access = RowAccess::kCopied;
+    bool quantizes = false;  // FP8: forwards write this rank's tokens into its heap, and read them
 
     int local_experts() const { return experts / ranks; }
     int local_routes() const { return topk < local_experts() ? topk : local_experts(); }
@@ -276,6 +277,7 @@ class Agent {
         topk_ = launch.topk;
         width_ = launch.width;
         access_ = s_.row_access;
+        quantizes_ = s_.quantizes and launch.kind != Kind::kBackward;
         // Nothing else leaves the rows where they are.
         if (access_ == RowAccess::kInPlace and launch.kind != Kind::kForward and
             launch.kind != Kind::kBackward) {
@@ -294,7 +296,7 @@ class Agent {
                              "ranks disagree whether to go on");
                 }
                 A::write(&here_.go_on[cta_], go_on);
-            } else if (role_ == 1 and plans(launch)) {
+            } else if (role_ == 1 and plans(launch) and not s_.quantizes) {
                 publish_rows(launch, epoch);  // while the other plans, in whatever order
             }
             join_cta();
@@ -367,8 +369,9 @@ class Agent {
                                 ->route_signals[protocol::route_word(epoch, s_.ranks, rank_)];
                 });
         });
-        // In the kernel another warp does so, once its CTA's routes are out.
-        if (s_.agents == 1) publish_rows(launch, epoch);
+        // In the kernel another warp does so, once its CTA's routes are out, unless all warps
+        // quantize.
+        if (s_.agents == 1 or s_.quantizes) publish_rows(launch, epoch);
     }
 
     void write_row_block_bounds(const Launch& launch, uint32_t epoch) {
@@ -382,7 +385,7 @@ class Agent {
     }
 
     void publish_rows(const Launch& launch, uint32_t epoch) {
-        if (s_.ranks > 1) {
+        if (s_.ranks > 1 or quantizes_) {
             for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
                 A::write(row_of(rank_, token), x_value(epoch, rank_, token));
             }
@@ -644,6 +647,7 @@ class Agent {
 
     // Dispatch alone: kernel/gather.cuh.
     void gather(uint32_t epoch) {
+        if (quantizes_) await_rows(epoch);  // this rank's, too, of its other CTAs
         dispatch(epoch, 0);
         tell_rows(M::kTaken, protocol::next_epoch(epoch));
         await_rows(protocol::next_epoch(epoch));
@@ -683,9 +687,9 @@ class Agent {
             if (not(is_apart ? not meta.pad : meta.owner) or meta.src != rank_) continue;
             uint64_t rows = A::read(&here_.token_rows[rank_ * s_.tokens + meta.token]);
             if (is_apart) rows = with_entry(~0ull, 0, row);
-            for_each_row(rows, [&](int to) {
-                A::write(&here_.received[to], x_value(epoch, rank_, meta.token));
-            });
+            const uint64_t value = quantizes_ ? uint64_t(A::read(row_of(rank_, meta.token)))
+                                              : x_value(epoch, rank_, meta.token);
+            for_each_row(rows, [&](int to) { A::write(&here_.received[to], value); });
             for_each_row(rows, [&](int to) {
                 protocol::publish<A>(here_.rows_ready(s_, to / s_.block_rows));
             });
@@ -710,8 +714,9 @@ class Agent {
     // All rows but this rank's own ones of the blocks that are copied.
     void dispatch(uint32_t epoch, uint32_t copied_blocks) {
         const int num_rows = num_blocks() * s_.block_rows;
-        bool has_heard = false;  // that every peer's rows are in place
-        int first_row = 0;       // that is left to copy
+        if (quantizes_) A::fence_proxy_async();  // threads have written this rank's
+        bool has_heard = false;                  // that every peer's rows are in place
+        int first_row = 0;                       // that is left to copy
         if (access_ == RowAccess::kFirstCopied) {
             first_row = row_behind(copied_blocks);
             copied_blocks = 0;
@@ -744,8 +749,9 @@ class Agent {
     }
 
     void fetch_row(uint32_t epoch, const Row& meta, int first_row) {
-        const uint64_t value = meta.src == rank_ ? x_value(epoch, rank_, meta.token)
-                                                 : A::read_by_tma(row_of(meta.src, meta.token));
+        const uint64_t value = meta.src == rank_ and not quantizes_
+                                   ? x_value(epoch, rank_, meta.token)
+                                   : A::read_by_tma(row_of(meta.src, meta.token));
         A::check(value == x_value(epoch, meta.src, meta.token) or A::is_void(),
                  "a row of another epoch is read");
         uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
@@ -1230,6 +1236,7 @@ class Agent {
     int launch_index_ = 0;
     int topk_ = 0, width_ = 0;  // what the launch under way has
     RowAccess access_ = RowAccess::kCopied;
+    bool quantizes_ = false;
 };
 
 }  // namespace protocol_test

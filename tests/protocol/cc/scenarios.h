@@ -58,6 +58,9 @@ inline std::vector<Scenario> small_scenarios() {
         const Launch third = launch_of(Kind::kForward, s, {{{1}}, {{0}}});
         all.push_back({"ranks2", s, {first, second, third}});
         all.push_back({"ranks2_backward", s, {second, again(second, Kind::kBackward), third}});
+        Sizes fp8 = s;
+        fp8.quantizes = true;
+        all.push_back({"ranks2_quantized", fp8, {second, third, second}});
         // Rows are fetched again, and then written over.
         all.push_back({"ranks2_gather",
                        s,
@@ -154,6 +157,11 @@ inline std::vector<Scenario> small_scenarios() {
         Sizes few = s;  // the first tiles read one of a token's two rows
         few.row_access = RowAccess::kFirstCopied;
         all.push_back({"first_copied", few, {both, again(both, Kind::kBackward)}});
+        Sizes fp8 = few;  // both read tokens that either CTA has quantized
+        fp8.quantizes = true;
+        all.push_back({"quantized", fp8, {both, again(both, Kind::kGather), one}});
+        all.push_back(
+            {"quantized_plan", fp8, {again(both, Kind::kPlan), again(both, Kind::kPlanned)}});
         Sizes placed = s;
         placed.row_access = RowAccess::kInPlaceUntilCopied;
         all.push_back({"in_place", placed, {one, again(one, Kind::kBackward)}});

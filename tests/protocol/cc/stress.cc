@@ -73,6 +73,7 @@ int main(int argc, char** argv) {
         s.unit_rows = 1 + random.below(4), s.finishers_combine = random.below(2) == 0;
         s.has_slots = random.below(2) == 0, s.idle_looks = kManyLooks;
         if (s.ranks == 1) s.row_access = RowAccess(random.below(4));
+        s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
         const auto sequence = random_launches(s, 20, random());
         const size_t threads = run(s, sequence, random());
         most_threads = threads > most_threads ? threads : most_threads;

@@ -1,0 +1,3 @@
+#include "flashmoe/base/in_fp8.h"
+
+#include "host/tables.cu"

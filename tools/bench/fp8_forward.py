@@ -1,0 +1,244 @@
+"""Times a forward in blockwise FP8 beside bfloat16's, in turns, on one GPU.
+
+    python -m tools.bench.fp8_forward --one-of 4 --out results.jsonl
+
+It calls the C interface, which has FP8 in a forward alone: layers do not have it on the kernel yet.
+Both forwards are a rank's that is alone, with the same tokens, routing and weights, which are
+quantized before; a forward quantizes its tokens and activations itself. Values are random, since
+power bounds what products reach.
+"""
+
+import argparse
+import ctypes
+import statistics
+import sys
+from functools import partial
+
+import torch
+
+from examples.arguments import count
+from flashmoe_megatron.bench.problem import Problem, make_problem
+from flashmoe_megatron.bench.shapes import shares_of
+from flashmoe_megatron.bench.stopwatch import in_turns
+from flashmoe_megatron.blockwise import SQUARE, quantize
+from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.kernel import bindings
+from tools.arguments import add_shapes, parser_of, read_shapes
+from tools.bench import common
+from tools.bench.common import log
+
+SCALES_AT_ONCE = 4
+"""Scales of a weight's row of blocks come in whole multiples of so many."""
+
+
+def quantized(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight ``[out, in]`` as a forward in FP8 reads it: values, then scales."""
+    blocks = quantize(weight.detach(), SQUARE)
+    pad = -blocks.scales.shape[1] % SCALES_AT_ONCE
+    scales = torch.nn.functional.pad(blocks.scales, (0, pad)).contiguous()
+    return torch.cat([part.view(torch.uint8).flatten() for part in (blocks.values, scales)])
+
+
+class Rank:
+    """One rank's memory, and its calls of the C interface; ranks of one group share a process.
+
+    Attributes:
+        rows: What dispatch receives.
+        preact: Pre-activations.
+        scratch: The input of fc2, at its beginning.
+        out: The layer's output.
+        plan: What a forward leaves.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        fc1: list[torch.Tensor],
+        fc2: list[torch.Tensor],
+        *,
+        rank: int = 0,
+        num_ctas: int,
+        split: bool = False,
+    ) -> None:
+        """Makes the memory of one layer.
+
+        Args:
+            config: The layer, whose ``experts`` say what the weights are.
+            fc1: Weights of the rank's experts; as :func:`quantized` has them if in FP8.
+            fc2: As ``fc1``.
+            rank: Which rank it is.
+            num_ctas: CTAs of each launch.
+            split: Whether gate and up rows are matrices of their own.
+        """
+        self.config, self._weights = config, (fc1, fc2)
+        self._problem = bindings.problem_of(
+            config,
+            rank=rank,
+            dtype=bindings.BFLOAT16,
+            transposed=False,
+            split=split,
+            num_ctas=num_ctas,
+            heap=bindings.HeapBounds.of(config),
+            timeout=10.0,
+        )
+        self.sizes = sizes = bindings.FlashMoESizes()
+        bindings.call("sizes", self._problem, sizes)
+        bindings.call("preload", self._problem)
+        self.blocks = int(sizes.max_row_blocks)
+        self.heap = self._empty(sizes.heap_bytes).zero_()
+        self._workspace = self._empty(sizes.workspace_bytes).zero_()
+        self._mailbox = torch.zeros(sizes.mailbox_bytes, dtype=torch.uint8).pin_memory()
+        self.plan = self._empty(sizes.plan_bytes)
+        self.rows = self._empty(self.blocks * sizes.row_block_bytes)
+        self.preact = self._empty(self.blocks * sizes.preact_block_bytes)
+        self.scratch = self._empty(self.blocks * sizes.scratch_block_bytes[0])
+        self.out = torch.empty(
+            config.max_tokens, config.hidden, dtype=torch.bfloat16, device="cuda"
+        )
+        self.stream = torch.cuda.Stream()
+        maps = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8)
+        bindings.call(
+            "encode_weights", self._problem, *map(_addresses, self._weights), maps.data_ptr()
+        )
+        self._maps = maps.cuda()
+        self._group = bindings.FlashMoEGroup()
+
+    def join(self, ranks: "list[Rank]") -> None:
+        """Makes the ranks a group; each rank calls it once."""
+        heaps = (ctypes.c_void_p * bindings.MAX_RANKS)(*(one.heap.data_ptr() for one in ranks))
+        self._group = bindings.FlashMoEGroup(
+            heaps=heaps,
+            workspace=self._workspace.data_ptr(),
+            mailbox=self._mailbox.data_ptr(),
+            stream=self.stream.cuda_stream,
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        *,
+        plan_apart: bool = False,
+    ) -> None:
+        """Launches a forward on the rank's stream; all ranks of a group do.
+
+        Args:
+            x: The rank's tokens.
+            probs: ``[tokens, num_experts]`` float32.
+            routing_map: ``[tokens, num_experts]`` bool.
+            plan_apart: Whether a launch of its own plans.
+        """
+        given = bindings.FlashMoEInput(
+            num_tokens=len(x),
+            probs_dtype=bindings.FLOAT32,
+            x=x.data_ptr(),
+            probs=probs.data_ptr(),
+            routing_map=routing_map.data_ptr(),
+        )
+        if plan_apart:
+            bindings.call("plan", self._problem, self._group, given, self.plan.data_ptr())
+        launch = self._launch(len(x))
+        bindings.call("forward", self._problem, self._group, given, launch, plan_apart)
+
+    def gather(self, x: torch.Tensor) -> None:
+        """Launches the dispatch of the last forward's rows again; all ranks of a group do."""
+        bindings.call("gather", self._problem, self._group, self._launch(len(x)), x.data_ptr())
+
+    def fault(self) -> str:
+        """Says what the last launch waited for in vain, if it did."""
+        fault = bindings.FlashMoEFault()
+        bindings.call("read_fault", self._group, fault)
+        return bindings.load().flashmoe_wait_name(fault.wait).decode() if fault.code else ""
+
+    def _launch(self, num_tokens: int) -> bindings.FlashMoELaunch:
+        return bindings.FlashMoELaunch(
+            num_row_blocks=self.blocks,
+            num_tokens=num_tokens,
+            plan=self.plan.data_ptr(),
+            weight_maps=self._maps.data_ptr(),
+            rows=self.rows.data_ptr(),
+            preact=self.preact.data_ptr(),
+            scratch=self.scratch.data_ptr(),
+            out=self.out.data_ptr(),
+        )
+
+    @staticmethod
+    def _empty(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+
+def _addresses(tensors: list[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(one.data_ptr() for one in tensors))
+
+
+def lone_rank(problem: Problem, experts: str) -> Rank:
+    """Returns a rank that has a problem's weights, in bfloat16 ("bf16") or FP8 ("fp8")."""
+    given = problem.config
+    names = ("hidden", "intermediate", "num_experts", "topk", "max_tokens", "activation", "gated")
+    config = MoEConfig(
+        **{name: getattr(given, name) for name in names}, num_ranks=1, experts=experts
+    )
+    weights = [
+        [quantized(one) if experts == "fp8" else one.detach() for one in kind]
+        for kind in (problem.weights.fc1, problem.weights.fc2)
+    ]
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    rank = Rank(config, *weights, num_ctas=sms // 2 * 2)
+    rank.join([rank])
+    return rank
+
+
+def turn_ms(rank: Rank, problem: Problem, launches: int) -> float:
+    """Milliseconds of a launch, of some that follow one another without a pause."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    x, probs = problem.x.detach(), problem.probs.detach()
+    with torch.cuda.stream(rank.stream):
+        for i in range(launches + 3):
+            if i == 3:
+                events[0].record()
+            rank.forward(x, probs, problem.routing_map)
+        events[1].record()
+    torch.cuda.synchronize()
+    if fault := rank.fault():
+        raise RuntimeError(f"a launch gave up: {fault}")
+    return events[0].elapsed_time(events[1]) / launches
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = parser_of(__doc__)
+    add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
+    parser.add_argument("--one-of", type=count, default=4, help="1/N of the experts")
+    parser.add_argument("--turns", type=count, default=7, help="of each precision")
+    parser.add_argument("--launches", type=count, default=10, help="of a turn")
+    common.add_record_flags(parser, a_line="shape")
+    options = parser.parse_args(arguments)
+    read_shapes(parser, options)
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command line; the status is 2 without a GPU."""
+    options = parse(arguments)
+    shares_of(options.shapes, options.one_of)
+    if not common.has_gpu():
+        return 2
+    record = common.Record(options.out, **common.machine(options.commit))
+    for name, shape in options.shapes.items():
+        problem = make_problem(shape.one_of(options.one_of))
+        ranks = {precision: lone_rank(problem, precision) for precision in ("bf16", "fp8")}
+        takers = {
+            precision: partial(turn_ms, rank, problem, options.launches)
+            for precision, rank in ranks.items()
+        }
+        times = in_turns(takers, options.turns)
+        medians = {precision: statistics.median(of) for precision, of in times.items()}
+        ratio = medians["bf16"] / medians["fp8"]
+        log(f"{name}: bf16 {medians['bf16']:.3f} ms, fp8 {medians['fp8']:.3f} ms, {ratio:.2f} x")
+        record.write(measurement="fp8_forward", shape=name, milliseconds=times, ratio=ratio)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

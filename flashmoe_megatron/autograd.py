@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -409,7 +408,7 @@ class _Inputs:
 
 
 _KINDS = ("fc1", "fc2", "fc1_bias", "fc2_bias")
-_Targets = dict[str, list[WeightGrad | None]]
+_Targets = Mapping[str, Sequence[WeightGrad | None]]
 
 
 def _wanted(ctx: Any, weights: ExpertWeights | SplitWeights) -> tuple[bool, ...]:
@@ -509,9 +508,7 @@ def _targets(owners: ExpertWeights, adds: Sequence[bool], wanted: Sequence[bool]
 def _main_grads_of(owners: ExpertWeights) -> _Targets:
     """The targets of parameters that all have a main_grad, by loops in C."""
     return {
-        kind: list(
-            map(WeightGrad, map(attrgetter("main_grad"), getattr(owners, kind)), repeat(True))
-        )
+        kind: WeightGrad.added(map(attrgetter("main_grad"), getattr(owners, kind)))
         for kind in _KINDS
     }
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,11 @@ class WeightGrad(NamedTuple):  # cheap to make: a backward makes one for each we
 
     buffer: torch.Tensor
     accumulate: bool
+
+    @classmethod
+    def added(cls, buffers: Iterable[torch.Tensor]) -> "list[WeightGrad]":
+        """Makes one for each buffer, all of them added, by a loop in C."""
+        return list(map(tuple.__new__, repeat(cls), zip(buffers, repeat(True), strict=False)))
 
     def store(self, value: torch.Tensor) -> None:
         """Adds or writes a gradient, in the buffer's dtype."""

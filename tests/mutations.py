@@ -1200,6 +1200,21 @@ MUTATIONS = (
         "tests/megatron/test_layer.py::test_changed_experts_are_refused_by_name",
     ),
     Mutation(
+        "a scale of an adapter is read once",
+        "HeldExperts._read",
+        "not isinstance(weights, AdaptedWeights)",
+        "True",
+        "tests/megatron/test_held_experts.py::test_a_scale_of_an_adapter_is_read_in_every_call",
+    ),
+    Mutation(
+        "experts whose parameters have other names are not read again",
+        "HeldExperts._read",
+        "names == held_names",
+        "True",
+        "tests/megatron/test_held_experts.py"
+        "::test_experts_that_have_changed_are_read_again[rename_linears]",
+    ),
+    Mutation(
         "parameters are not awaited where experts are not called",
         "await_parameters",
         "if waits_for_parameters(hook): hook(module)",

@@ -1,7 +1,9 @@
 """Gradients of weights in the one kind that the kernel writes, and from there where they belong."""
 
+import functools
+import operator
 from collections.abc import Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import torch
 
@@ -33,10 +35,10 @@ class UniformGrads:
 
     def _make_uniform(self, grads: Sequence[WeightGrad], places: Sequence[int]) -> None:
         # Loops in C: this runs before a launch, over two weights of each expert.
-        buffers = list(map(itemgetter(0), grads))
-        dtypes, adds = set(map(attrgetter("dtype"), buffers)), set(map(itemgetter(1), grads))
-        misaligned = map((ALIGNMENT_BYTES - 1).__and__, map(torch.Tensor.data_ptr, buffers))
-        if len(dtypes) == len(adds) == 1 and not any(misaligned):
+        buffers, adds = zip(*grads, strict=True)
+        dtypes = set(map(attrgetter("dtype"), buffers))
+        addresses = functools.reduce(operator.or_, map(torch.Tensor.data_ptr, buffers))
+        if len(dtypes) == len(set(adds)) == 1 and addresses % ALIGNMENT_BYTES == 0:
             return
         kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
         is_aligned = [grad.buffer.data_ptr() % ALIGNMENT_BYTES == 0 for grad in grads]

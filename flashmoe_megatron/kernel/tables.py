@@ -62,11 +62,12 @@ class AddressTables:
         first = tensors[0]
         heap = self._heap(problem)
         layout = (weights.transposed, weights.split, first.shape, first.stride(), first.dtype, heap)
-        key = (*layout, *map(torch.Tensor.data_ptr, tensors))
+        key: tuple[Hashable, ...] = layout, tuple(map(torch.Tensor.data_ptr, tensors))
         if len(tensors) < 2 * self._config.num_local_experts:  # few, and how stacks step counts
             key += tuple(tensor.stride() for tensor in tensors)
-        if key in self._of_weights:
-            return self._of_weights[key]
+        known = self._of_weights.get(key)
+        if known is not None:
+            return known
         weights = check_weights(self._config, weights, self._device)
         for weight in (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias):
             check_kernel_tensor("expert weight", weight, self._device, first.dtype)

@@ -1,11 +1,14 @@
 """Reads the weights of Megatron's expert modules, which keep owning them and compute nothing."""
 
 import functools
+import itertools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapted import AdaptedWeights
 from flashmoe_megatron.adapters.forwards import Classes, name_of, with_all_below
 from flashmoe_megatron.adapters.megatron.buckets.hooks import await_parameters, waits_for_parameters
 from flashmoe_megatron.adapters.megatron.lora import (
@@ -40,10 +43,11 @@ class HeldExperts:
         self._experts = experts
         self._hidden = hidden
         self._classes: Classes = ()
-        self._held: tuple[tuple[Any, ...], tuple[Any, ...]] = ((), ())
+        self._held: tuple[list[list[str]], list[type], list[Any]] = ([], [], [])
         self._weights: ExpertWeights | None = None
-        self._read()
-        self._check_modules()
+        modules = with_all_below(experts)
+        self._read(modules)
+        self._check_modules(modules)
 
     def check_not_replaced(self, experts: torch.nn.Module) -> None:
         """Refuses another module, such as a wrapper, in the place of the experts at the start."""
@@ -59,13 +63,13 @@ class HeldExperts:
         Raises:
             ConfigError: As when this was made, if anything has changed since.
         """
-        for module in self._check_modules():
-            await_parameters(module)
-        return self._read()
-
-    def _check_modules(self) -> list[torch.nn.Module]:
-        """Refuses modules that would compute something else; returns the modules with hooks."""
         modules = with_all_below(self._experts)
+        for module in self._check_modules(modules):
+            await_parameters(module)
+        return self._read(modules)
+
+    def _check_modules(self, modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Refuses modules that would compute something else; returns the modules with hooks."""
         classes = tuple(map(type, modules))
         if classes != self._classes:
             for module in modules:
@@ -80,31 +84,36 @@ class HeldExperts:
             _check_hooks(module, self._experts)
         return touched
 
-    def _read(self) -> ExpertWeights:
-        if self._weights is not None and self._is_same():
+    def _read(self, modules: Sequence[torch.nn.Module]) -> ExpertWeights:
+        """Finds the weights again unless the same names lead to the same parameters.
+
+        ``torch.utils.swap_tensors`` makes a parameter one of another class.
+        """
+        own = list(map(_parameters_of, modules))
+        names = list(map(list, [*own, *map(_modules_of, modules)]))
+        params = list(itertools.chain.from_iterable(map(_values_of, own)))
+        classes = list(map(type, params))
+        held_names, held_classes, held = self._held
+        if (
+            self._weights is not None
+            and names == held_names
+            and classes == held_classes
+            and all(map(operator.is_, params, held))
+        ):
             return self._weights
         self._weights = None
         weights = expert_weights(self._experts, hidden=self._hidden)
-        held = [
-            tuple(linear._parameters.values())
-            for linear in (getattr(self._experts, name, None) for name in _LINEARS)
-            if isinstance(linear, torch.nn.Module)
-        ]
-        known = {id(param) for params in held for param in params}
         tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
-        if len(held) == 2 and known.issuperset(map(id, tensors)):
-            self._held, self._weights = (held[0], held[1]), weights
+        # Views are made in each call, and adapters have a scale, which is no parameter.
+        is_plain = not isinstance(weights, AdaptedWeights)
+        if is_plain and set(map(id, params)).issuperset(map(id, tensors)):
+            self._held, self._weights = (names, classes, params), weights
         return weights
 
-    def _is_same(self) -> bool:
-        experts: Any = self._experts
-        return all(
-            len(linear._parameters) == len(held)
-            and all(map(operator.is_, linear._parameters.values(), held))
-            for linear, held in zip(
-                (experts.linear_fc1, experts.linear_fc2), self._held, strict=True
-            )
-        )
+
+_parameters_of = operator.attrgetter("_parameters")
+_modules_of = operator.attrgetter("_modules")
+_values_of = operator.methodcaller("values")
 
 
 def _check_hooks(module: torch.nn.Module, experts: torch.nn.Module) -> None:

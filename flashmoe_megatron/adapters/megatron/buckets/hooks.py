@@ -53,7 +53,7 @@ class _Hook:
         return type(None), ()
 
     def called(self, *_: Any) -> None:
-        """Runs in place of DDP's hook, as which it is registered."""
+        """Runs in place of DDP's hook, as which it is registered; once for each parameter."""
         param = self._param()
         experts = self.experts()
         if param is None:
@@ -112,6 +112,8 @@ def make_forward_pre_hook(original: Function) -> Function:
 
         def call(module: torch.nn.Module, *given: Any) -> Any:
             held = module._parameters
+            if not held:  # as in many of a SequentialMLP's modules: nothing to wait for
+                return None
             if len(held) < _FEW:
                 return hook(module, *given)
             stand_in = known.get(module)

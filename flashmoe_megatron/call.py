@@ -17,6 +17,7 @@ from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_grads, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
+from flashmoe_megatron.hooks import EVERYWHERE, Call, Hooks, Reach
 from flashmoe_megatron.ranks import OfGroup
 from flashmoe_megatron.releases import TORCH
 from flashmoe_megatron.router import Router
@@ -156,10 +157,13 @@ class Backend(OfGroup, ABC):
         unfollowed: The ranks that have announced in the last forward that no backward of it follows
             there; none where this rank's host has not waited for their announcements.
         attempts: The steps of the caller, who may repeat them; by default none is repeated.
+        hooks: Called before and after the stages of every call that the backend has.
     """
 
     kind: ClassVar[str] = ""
     """The choice that it is: "kernel", "scheduled" or "reference"; none over hosts."""
+    reach: ClassVar[Reach] = EVERYWHERE
+    """The stages that its hooks reach."""
 
     def __init__(
         self, config: MoEConfig, *, keep: Keep, rank: int, takes_split: bool = False
@@ -170,6 +174,7 @@ class Backend(OfGroup, ABC):
         self.weight_grads = GradCounters()
         self.unfollowed: tuple[int, ...] = ()
         self.attempts = Attempts()
+        self.hooks = Hooks(self.reach)
         self._pending: Exception | None = None
         self._checked: tuple[object, ...] = ()
 
@@ -270,6 +275,26 @@ class Backend(OfGroup, ABC):
         self._check_weights(weights, x.device)
         dtype = weights.fc1[0].dtype
         check_tokens(self.config, x, given.probs, given.routing_map, dtype=dtype, device=x.device)
+
+    def _routed(self, given: Given) -> Given:
+        """Runs the router and the hooks of gate and capacity; returns the call that they make."""
+        x, probs, routing_map, router = given.x, given.probs, given.routing_map, given.router
+        hooks, call = self.hooks, Call.of("forward", given.layer)
+        has_hooks = bool(hooks)
+        if has_hooks:
+            hooks.probe(self.config, x, probs)
+            x = hooks.run("before", "gate", x, call)
+        if router is not None:
+            if x is not given.x:
+                raise ConfigError(
+                    "a hook before gate replaced the tokens of a router within the launch, "
+                    "which has its gradient from the caller's: wanted fuse_router=False"
+                )
+            router.run(x, self.config.topk)
+        if has_hooks:
+            probs = hooks.run("after", "gate", probs, call)
+            routing_map = hooks.capped(self.config, probs, routing_map, call)
+        return given._replace(x=x, probs=probs, routing_map=routing_map)
 
     def _check_weights(self, weights: ExpertWeights, device: torch.device) -> None:
         """Checks weights unless the last ones looked the same."""

@@ -167,6 +167,7 @@ def followed(backend: Backend) -> Backend:
         for group in origin.given:
             living_group(group)
         last = origin.make_again()
+        last.hooks = backend.hooks
         origin.last[:] = [weakref.ref(last)]
         _origins[last].last = origin.last
     return last

@@ -43,7 +43,7 @@ PYTHON = [
     ["measured.calibration"],
     ["telemetry", "router"],
     ["options"],
-    ["checks", "eager", "expert_group", "multipath"],
+    ["checks", "eager", "expert_group", "hooks", "multipath"],
     ["call"],
     ["kernel", "hosts", "oracle"],
     ["measured.fit"],
@@ -83,7 +83,7 @@ MULTIPATH = [
     ["multipath"],
 ]
 SEPARATE = [
-    ["hooks", "plan", "precision"],
+    ["plan", "precision"],
     ["exchange", "records", "steps"],
     ["degree", "kernels", "ways"],
     ["agreement", "slices"],

@@ -32,6 +32,7 @@ from flashmoe_megatron.checks import KERNEL_DTYPES
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.hooks import Hooks
 from flashmoe_megatron.measured.calibration import Calibration, Grads, gpu_name, load_calibration
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
@@ -80,7 +81,7 @@ class GroupBackends:
         self._settings = settings
         self._backends: dict[tuple[MoEConfig, torch.dtype], Backend] = {}
         self._slices: object = None
-        self._hooks: dict[tuple[MoEConfig, torch.dtype], object] = {}
+        self._hooks: dict[tuple[MoEConfig, torch.dtype], Hooks] = {}
         self.is_shared = False
         self._last = [self]
         """The last that took over, in a list that all share: a chain would keep all between."""
@@ -157,10 +158,10 @@ class GroupBackends:
         """Gives all scheduled backends the slices, and those for more tokens the first's hooks."""
         has_gaps = False
         for (config, dtype), made in self._backends.items():
+            shape = dataclasses.replace(config, max_tokens=1), dtype
+            made.hooks = self._hooks.setdefault(shape, made.hooks)
             backend: Any = made.within
             if backend.kind == "scheduled":
-                shape = dataclasses.replace(config, max_tokens=1), dtype
-                backend.hooks = self._hooks.setdefault(shape, backend.hooks)
                 backend.slices = self._slices
                 has_gaps = True
         return has_gaps

@@ -22,6 +22,7 @@ from flashmoe_megatron.errors import (
     ShapeError,
     reason_of,
 )
+from flashmoe_megatron.hooks import Reach, ends_of
 from flashmoe_megatron.hosts.crossing import (
     Crossing,
     ExactCrossing,
@@ -41,6 +42,15 @@ from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 MakeInner = Callable[[MoEConfig, BackendOptions], Backend]
 """Makes the backend within this host. Collective over the host's ranks."""
+
+
+_REACH = Reach(
+    refused=dict.fromkeys(
+        ends_of("padding", "dispatch", "experts", "combine"),
+        "a call over hosts has several launches, whose rows are of all hosts' tokens: wanted a "
+        "hook of gate or capacity, or the backend 'scheduled'",
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +127,8 @@ class HostsBackend(Backend):
         ConfigError: The grid has not ``config.num_ranks`` ranks, or the backend within the host
             cannot honour its part.
     """
+
+    reach = _REACH
 
     def __init__(
         self,
@@ -250,11 +262,10 @@ class HostsBackend(Backend):
     def _forward(
         self, given: Given, weights: ExpertWeights
     ) -> tuple[torch.Tensor, SavedOverHosts | None]:
-        x = given.x
         with Together(self):
             self._check(given, weights)
-            if given.router is not None:
-                given.router.run(x, self.config.topk)
+            given = self._routed(given)
+            x = given.x
             self._device, self._dtype = x.device, x.dtype
             choices = Choices.of(self.config, given.probs, given.routing_map)
         self.num_calls += 1

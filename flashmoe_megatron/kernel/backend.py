@@ -29,8 +29,9 @@ from flashmoe_megatron.checks import (
     check_split,
     check_tokens,
 )
-from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError, reason_of
+from flashmoe_megatron.hooks import Call, Reach, ends_of
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
@@ -44,6 +45,19 @@ from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.weights import ExpertWeights
 
 logger = logging.getLogger("flashmoe_megatron")
+
+_REACH = Reach(
+    refused={
+        ("before", "dispatch"): "the launch sends tokens, and never has rows of routes: wanted a "
+        "hook before gate, or the backend 'scheduled'",
+        **dict.fromkeys(
+            ends_of("experts", "combine"),
+            "the launch computes experts and sums their outputs in one piece: wanted the backend "
+            "'scheduled'",
+        ),
+    },
+    views=frozenset([("after", "padding"), ("after", "dispatch")]),
+)
 
 CLUSTER_SIZE = 2
 """CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
@@ -140,6 +154,7 @@ class KernelBackend(Backend):
     """
 
     kind = "kernel"
+    reach = _REACH
 
     def __init__(
         self,
@@ -212,7 +227,7 @@ class KernelBackend(Backend):
             self._describe()
         with Together(self, may_be_void=True) as together:
             self._raise_shared(given.first_plan)
-            self._check_call(given)
+            given = self._checked_call(given)
             bound = self._bound_now(training=given.training)
             # A rank without room for them can still tell the others.
             buffers = None
@@ -357,7 +372,7 @@ class KernelBackend(Backend):
         self._use_layout(self._transposed, self._split, x.dtype)
         self._describe()
         given = Given(x, probs, routing_map, True, followed, first_plan=first_plan)
-        self._check_call(given)
+        given = self._checked_call(given)
         return self._begin(given, num_row_blocks)
 
     @_on_own_device
@@ -367,11 +382,41 @@ class KernelBackend(Backend):
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
         return self._finish(pending, self._use_weights(weights), training=training)
 
-    def _check_call(self, given: Given) -> None:
+    def _checked_call(self, given: Given) -> Given:
+        """Returns a call that the kernel can take, as hooks ahead of the launch make it."""
+        self._check_tokens(given)
+        hooks, router = self.hooks, given.router
+        if router is not None:
+            check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
+        if not hooks:
+            return given
+        if hooks.has("padding") and (value := hooks.pad_value(Call.of("forward", given.layer))):
+            raise ConfigError(
+                f"a hook before padding returned {value}: wanted 0 on the kernel, whose products "
+                "for gradients of weights sum over pad rows, or the backend 'scheduled'"
+            )
+        if router is None:
+            given = self._routed(given)
+            self._check_tokens(given)
+        elif hooks.has("gate", "capacity"):
+            raise ConfigError(
+                "a hook of gate or capacity and a router within the launch, before which there is "
+                "no routing: wanted fuse_router=False"
+            )
+        else:
+            hooks.probe(self.config, given.x, given.probs)
+        return given
+
+    def _check_tokens(self, given: Given) -> None:
         tokens = given.x, given.probs, given.routing_map
         check_tokens(self.config, *tokens, dtype=self._dtype, device=self.device)
-        if given.router is not None:
-            check_kernel_tensor("router weight", given.router.weight, self.device, self._dtype)
+
+    def _show_rows(self, rows: torch.Tensor, num_row_blocks: int, layer: int) -> None:
+        """Shows hooks the rows that a forward's launch has received, with pads."""
+        shown = rows.view(self._dtype).view(num_row_blocks * TILE_M, self.config.hidden)
+        call = Call.of("forward", layer)
+        self.hooks.run("after", "dispatch", shown, call)
+        self.hooks.run("after", "padding", shown, call)
 
     def _make_buffers(self, num_row_blocks: int, x: torch.Tensor, *, training: bool) -> _Buffers:
         sizes = self._sizes
@@ -440,6 +485,8 @@ class KernelBackend(Backend):
                 *_addresses(problem, pending.group),
                 *ops.arguments(given, router, is_settled=pending.is_settled),
             )
+        if self.hooks.has("dispatch", "padding"):
+            self._show_rows(rows, blocks, given.layer)
         if preact is None:
             return out, self._header_of(pending.plan) if given.followed else None
         fetches = self.keep == "preactivations"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import Activation
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hooks import Call, When
 from flashmoe_megatron.measured import files, start
 from flashmoe_megatron.measured.fit import machine_of
 from flashmoe_megatron.measured.start import RandomLayer
@@ -20,7 +21,6 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.degree import Stream, choose_degrees
 from flashmoe_megatron.separate.exchange import kind_of
-from flashmoe_megatron.separate.hooks import Call, When
 from flashmoe_megatron.streams import Stamp
 from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, Phase
 

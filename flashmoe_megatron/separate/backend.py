@@ -18,6 +18,7 @@ from flashmoe_megatron.call import Backend, Given, Grads, Targets, Together, Tra
 from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hooks import UNHEARD, Call, Point, of_part
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
@@ -25,8 +26,15 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.separate.agreement import Agreement, ranks_of
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Slot, make_exchange
-from flashmoe_megatron.separate.hooks import UNHEARD, Call, Hooks, Stage, When, of_part
-from flashmoe_megatron.separate.plan import Part, Routes, Sizes, Sorted, Table, picked
+from flashmoe_megatron.separate.plan import (
+    Padded,
+    Part,
+    Routes,
+    Sizes,
+    Sorted,
+    Table,
+    picked,
+)
 from flashmoe_megatron.separate.precision import AS_GIVEN, precision_of
 from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
 from flashmoe_megatron.separate.replicas import Replicas, add_replica_grads, with_replicas
@@ -88,7 +96,6 @@ class SeparateBackend(Backend):
 
     Attributes:
         degrees: Parts in forward and in backward.
-        hooks: Called before and after the stages of every call.
         slices: What is reduced in a backward's gaps, ``None`` for nothing.
     """
 
@@ -115,7 +122,6 @@ class SeparateBackend(Backend):
         keep = choose_keep(options.keep, config)
         super().__init__(config, keep=keep, rank=ranks.rank, takes_split=takes_split)
         self.degrees = degrees
-        self.hooks = Hooks()
         self.slices: GradientSlices | None = None
         self._device, self._tensor, self._replicas = device, tensor, replicas
         self._exchange = exchange
@@ -155,25 +161,15 @@ class SeparateBackend(Backend):
     @torch.no_grad()
     def _forward(self, given: Given, weights: ExpertWeights) -> tuple[torch.Tensor, Any]:
         config = self.config
-        x, probs, routing_map, training, followed, layer, router, _, trains_fc1 = given
         self._exchange.restart()
+        has_hooks, has_pads = bool(self.hooks), self.hooks.has("padding")
+        call = Call.of("forward", given.layer) if has_hooks else UNHEARD
         with Together(self):
             self._check(given, weights)
-            has_hooks, call = bool(self.hooks), UNHEARD
-            laps = self._records.begin(x.device)
-            if has_hooks:
-                self.hooks.probe(x, probs)
-                call = Call.of("forward", layer)
-                x = self.hooks.run("before", "gate", x, call)
-            if router is not None:
-                if x is not given.x:
-                    raise ConfigError(
-                        "a hook before gate replaced the tokens of a router within the launch, "
-                        "which has its gradient from the caller's: wanted fuse_router=False"
-                    )
-                router.run(x, config.topk)
-            if has_hooks:
-                probs = self.hooks.run("after", "gate", probs, call)
+            laps = self._records.begin(given.x.device)
+            given = self._routed(given)
+            pad_value = self.hooks.pad_value(call) if has_pads else 0.0
+        x, probs, routing_map, training, followed, layer, _, _, trains_fc1 = given
         self._device = x.device
         self.num_calls += 1
         steps = self._steps_for(x)
@@ -218,12 +214,24 @@ class SeparateBackend(Backend):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            pre = steps.product(self._precision.unpack(mine), fc1, part.ends, part.counts)
+            numbers, weight = self._precision.unpack(mine), picked(row_probs, part.rows)
+            computed, weights_of_rows = part, weight
+            if has_pads:
+                padded = Padded.of(part, call.block)
+                shown = padded.fill(numbers, pad_value)
+                numbers = self.hooks.run("after", "padding", shown, call)
+                if numbers is not shown:
+                    mine = self._precision.pack(padded.without_pads(numbers))
+                computed, weights_of_rows = padded.part, padded.fill(weight, 0.0)
+            pre = steps.product(numbers, fc1, computed.ends, computed.counts)
             if biases1 is not None:
-                pre += biases1[_experts(part)]
-            weight = picked(row_probs, part.rows)
-            activated = self._precision.activation(steps.weighted_activation(config, pre, weight))
-            out_rows = steps.product(activated, fc2, part.ends, part.counts)
+                pre += biases1[_experts(computed)]
+            activated = self._precision.activation(
+                steps.weighted_activation(config, pre, weights_of_rows)
+            )
+            out_rows = steps.product(activated, fc2, computed.ends, computed.counts)
+            if has_pads:
+                pre, out_rows = padded.without_pads(pre), padded.without_pads(out_rows)
             if biases2 is not None:
                 wide = accumulation_dtype(x.dtype)
                 out_rows += weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)
@@ -534,11 +542,11 @@ class SeparateBackend(Backend):
             rows = self._heard(rows, call, ("after", "dispatch"), ("before", "experts"))
         return rows
 
-    def _heard(self, rows: torch.Tensor, call: Call, *stages: tuple[When, Stage]) -> torch.Tensor:
+    def _heard(self, rows: torch.Tensor, call: Call, *points: Point) -> torch.Tensor:
         """Returns travelling rows after hooks, which see tokens and gradients as numbers."""
         packed = self._precision if call.direction == "forward" else AS_GIVEN
         rows = packed.unpack(rows)
-        for when, stage in stages:
+        for when, stage in points:
             rows = self.hooks.run(when, stage, rows, call)
         return packed.pack(rows)
 

@@ -7,7 +7,7 @@ indices are made.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -164,6 +164,46 @@ class Part(Sizes):
     by_rank: torch.Tensor | None
     rows: torch.Tensor | None
     ends: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A part whose experts' rows are followed by pad rows, up to whole blocks.
+
+    Attributes:
+        part: The same with the pads' numbers; its indices are of no use.
+        index: ``[rows]`` int64, where the part's own rows are among these.
+    """
+
+    part: Part
+    index: torch.Tensor
+
+    @classmethod
+    def of(cls, part: Part, block: int) -> "Padded":
+        """Pads every expert's rows to a multiple of ``block``."""
+        counts = np.array(part.counts, dtype=np.int64)
+        aligned = -(-counts // block) * block
+        ends = aligned.cumsum()
+        pads = ends - aligned - (counts.cumsum() - counts)  # ahead of each expert
+        index = np.arange(counts.sum()) + np.repeat(pads, counts)
+        device = part.ends.device
+        return cls(
+            replace(
+                part,
+                counts=aligned.tolist(),
+                ends=torch.from_numpy(ends.astype(np.int32)).to(device),
+            ),
+            torch.from_numpy(index).to(device),
+        )
+
+    def fill(self, rows: torch.Tensor, value: float) -> torch.Tensor:
+        """Puts a part's rows in their places, and the value between them."""
+        filled = rows.new_full((sum(self.part.counts), *rows.shape[1:]), value)
+        return filled.index_copy_(0, self.index, rows)
+
+    def without_pads(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the part's own rows."""
+        return rows.index_select(0, self.index)
 
 
 def latest_ends(most: int, degree: int) -> list[int]:

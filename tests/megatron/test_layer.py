@@ -768,3 +768,37 @@ def refusal_of(function: Any, *args: Any) -> str:
 def too_many_tokens(group: dist.ProcessGroup) -> None:
     prepare(EP2_DP2)
     make_layer(transformer_config(EP2_DP2, "flashmoe"))(torch.randn(24, 2, 64))
+
+
+@pytest.mark.parametrize("backend", ["reference", "scheduled"])
+def test_a_hook_of_capacity_is_megatrons_factor(backend: str, four_ranks: RankPool) -> None:
+    """It drops the same tokens, and experts, tokens and router have the same gradients.
+
+    By "position" Megatron leaves it to ``torch.topk`` which of the equal ones these are.
+    """
+    for stock, hooked, dropless in four_ranks.run(capped_layers, backend):
+        assert hooked.keys() == stock.keys()
+        for tensor in hooked:
+            assert_close(tensor, hooked[tensor], stock[tensor], rel_l2=1e-5)
+        assert not torch.allclose(dropless["output"], stock["output"], rtol=1e-2)
+
+
+def capped_layers(group: dist.ProcessGroup, backend: str) -> list[dict[str, torch.Tensor]]:
+    """Alltoall with a factor, and flashmoe without one, with a hook and without."""
+    from megatron.core.transformer.moe.moe_utils import get_capacity
+
+    prepare(EP4, backend=backend)
+    factor = {"moe_expert_capacity_factor": 0.5}
+    results = [run_layer(make_layer(transformer_config(EP4, "alltoall", **factor)))]
+    config = transformer_config(EP4, "flashmoe")
+    layer = make_layer(config)
+    hooks = layer.flashmoe_routed_experts.backend.hooks
+
+    def cap(capacity: torch.Tensor, call: Any) -> torch.Tensor:
+        routes = TOKENS_PER_SEQUENCE * SEQUENCES * config.moe_router_topk
+        return torch.full_like(capacity, get_capacity(routes, config.num_moe_experts, 0.5))
+
+    handle = hooks.add("after", "capacity", cap)
+    results.append(run_layer(layer))
+    handle.remove()
+    return [*results, run_layer(make_layer(config))]

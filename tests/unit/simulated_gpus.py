@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.kernel import backend, bindings, ops, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
@@ -170,6 +170,8 @@ class Library:
         found.max_row_blocks = MOST_BLOCKS
         for name, _ in bindings.FlashMoESizes._fields_[2:-1]:
             setattr(found, name, 4096)
+        wanted = getattr(problem, "_obj", problem)
+        found.row_block_bytes = TILE_M * wanted.hidden * 2
         return bindings.OK
 
     def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:

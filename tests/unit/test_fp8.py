@@ -19,11 +19,11 @@ from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import check_kernel_experts
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hooks import Call
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.hooks import Call
 from flashmoe_megatron.separate.precision import precision_of
 from flashmoe_megatron.separate.steps import PLAIN
 from flashmoe_megatron.telemetry.totals import LayerPlace

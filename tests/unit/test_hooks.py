@@ -10,16 +10,16 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.hooks import Call
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward
 from flashmoe_megatron.options import BackendOptions, FrameworkOptions
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.separate.hooks import Call
 from flashmoe_megatron.telemetry.record import launch_number
 from tests.distributed import RankPool
 from tests.unit import cases
 from tests.unit.separate import run
 
-STAGES = ("gate", "dispatch", "experts", "combine")
+STAGES = ("gate", "capacity", "padding", "dispatch", "experts", "combine")
 TOKENS = 21
 
 
@@ -55,21 +55,24 @@ def test_hooks_see_every_stage_in_order_and_change_nothing() -> None:
     names = [(when, stage) for when, stage, _, _ in forward]
     # The two dispatches are under way before the first part is computed; the last one fetches rows
     # again in the backward.
-    computing = [("after", "dispatch"), ("before", "experts"), ("after", "experts")]
+    arriving = [("after", "dispatch"), ("before", "experts")]
     assert names == [
         ("before", "gate"),
         ("after", "gate"),
+        ("before", "capacity"),
+        ("after", "capacity"),
+        ("before", "padding"),
         *[("before", "dispatch")] * 2,
-        *[*computing, ("before", "combine")] * 2,
+        *[*arriving, ("after", "padding"), ("after", "experts"), ("before", "combine")] * 2,
         ("after", "combine"),
         ("before", "dispatch"),
-        *computing[:2],
+        *arriving,
     ]
     hidden, routes = cases.CONFIG.hidden, int(inputs.routing_map[0].sum())
     shapes = {(when, stage, call.part): shape for when, stage, call, shape in forward[:-3]}
     assert shapes["before", "gate", 0] == shapes["after", "combine", 0] == (TOKENS, hidden)
     assert shapes["after", "gate", 0] == (TOKENS, cases.CONFIG.num_experts)
-    for when, stage in [("before", "dispatch"), *computing]:
+    for when, stage in [("before", "dispatch"), *arriving, ("after", "experts")]:
         assert sum(shapes[when, stage, part][0] for part in (0, 1)) == routes
     backward = [one for one in seen if one[2].direction == "backward"]
     assert {one[2].part for one in backward} == {0, 1, 2}
@@ -171,7 +174,10 @@ def test_a_hook_that_cannot_be_is_refused() -> None:
     backend = make()
     for arguments, words in (
         (("behind", "gate"), "when='behind' of a hook: wanted one of before, after"),
-        (("before", "router"), "stage='router' of a hook: wanted one of gate, dispatch, experts"),
+        (
+            ("before", "router"),
+            "stage='router' of a hook: wanted one of gate, capacity, padding, dispatch",
+        ),
     ):
         with pytest.raises(ConfigError, match=words):
             backend.hooks.add(*arguments, lambda rows, call: None)
@@ -193,7 +199,7 @@ def refused(group: dist.ProcessGroup, config: MoEConfig) -> list[str]:
         "half": lambda rows, call: rows.bfloat16(),
         "none": lambda rows, call: [],
     }
-    for stage in STAGES:
+    for stage in ("gate", "dispatch", "experts", "combine"):
         for when in ("before", "after"):
             for hook in bad.values():
                 handle = backend.hooks.add(when, stage, hook if rank == 1 else lambda r, c: None)

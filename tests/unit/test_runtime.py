@@ -11,6 +11,7 @@ import torch
 from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.call import Given
 from flashmoe_megatron.errors import FlashMoEError, PeerTimeoutError, RoutingError, ShapeError
+from flashmoe_megatron.hooks import Hooks
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import (
     KernelBackend,
@@ -86,6 +87,7 @@ class Planned(KernelBackend):
         self.outcome = outcome
         self._sizes = bindings.FlashMoESizes(plan_bytes=64)
         self._bounds = {False: None, True: None}
+        self.hooks = Hooks()
 
     def _prepare(self) -> bindings.FlashMoEProblem:
         return bindings.FlashMoEProblem()
@@ -103,8 +105,8 @@ class Planned(KernelBackend):
     def _use_weights(self, _: object) -> Any:
         return None
 
-    def _check_call(self, *_: object) -> None:
-        pass
+    def _checked_call(self, given: Given) -> Given:
+        return given
 
     def _begin(self, given: Given, *_: object) -> PendingForward:
         return PendingForward(given, *[None] * 4)  # type: ignore[arg-type]

@@ -101,6 +101,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--num-microbatches", type=count, default=2)
     add("--output", type=Path, default=Path("runs/pretrain_moe"), help="data and checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
+    add(
+        "--flashmoe-gate",
+        choices=["router", "gshard", "sigmoid", "xmoe"],
+        default="router",
+        help="another gate than Megatron's router, which no run with alltoall is compared with",
+    )
     add("--no-comparison", action="store_true", help="leave the run with alltoall out")
     return parser.parse_args(arguments)
 
@@ -111,7 +117,11 @@ def initialize(args: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if HAS_GPU else "gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
-    configure(backend=args.flashmoe_backend, max_tokens=args.seq_length * args.micro_batch_size)
+    configure(
+        backend=args.flashmoe_backend,
+        gate=args.flashmoe_gate,
+        max_tokens=args.seq_length * args.micro_batch_size,
+    )
 
 
 def prepare_text(args: argparse.Namespace) -> str:
@@ -189,6 +199,7 @@ def build_training(args: argparse.Namespace, dispatcher: str) -> Training:
         num_moe_experts=args.num_experts,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,
         moe_router_topk=args.moe_router_topk,
+        moe_router_pre_softmax=args.moe_router_topk == 1,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=1e-2,
@@ -359,15 +370,17 @@ def main() -> None:
     checkpoint = args.output / "checkpoint"
     save_checkpoint(training, checkpoint)
     log(f"saved {checkpoint}; validation loss {valid_loss:.5f}")
-    training = build_training(args, "alltoall")
+    has_counterpart = args.flashmoe_gate == "router"
+    other = "alltoall" if has_counterpart else "flashmoe"
+    training = build_training(args, other)
     load_weights(training, checkpoint)
     reloaded = evaluate(training, valid_set, args)
-    log(f"validation loss of the checkpoint loaded into a model with alltoall: {reloaded:.5f}")
+    log(f"validation loss of the checkpoint loaded into a model with {other}: {reloaded:.5f}")
 
     failures = judge_reload(valid_loss, reloaded)
     if not mean_of_last(losses, args) < losses[0]:
         failures.append("the loss did not fall")
-    if not args.no_comparison:
+    if has_counterpart and not args.no_comparison:
         stock = train(build_training(args, "alltoall"), train_set, args, "alltoall")
         failures += compare(losses, stock, "alltoall", args)
     log(

@@ -16,6 +16,16 @@ from torch import nn
 from flashmoe_megatron.call import Together
 from flashmoe_megatron.config import MAX_TOPK, got, is_count, is_number
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.gate_rules import (
+    Choice,
+    balance_loss,
+    choose_gshard,
+    choose_sigmoid,
+    choose_xmoe,
+    gshard_capacity,
+    xmoe_logits,
+    xmoe_width,
+)
 from flashmoe_megatron.layer import FlashMoELayer
 
 _Kind = TypeVar("_Kind", bound=nn.Module)
@@ -95,6 +105,11 @@ class Gate(nn.Module):
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [tokens, {self.hidden}]")
         return _widened(x)
 
+    def _routing(self, x: torch.Tensor, choice: Choice) -> Routing:
+        """The routing that a rule's choice is."""
+        logs = self._logs(choice.topk_idx, choice.dropped)
+        return Routing(x, choice.topk_idx, choice.topk_weight, balance_loss(choice), logs)
+
     def _logs(self, topk_idx: torch.Tensor, dropped: torch.Tensor | int) -> dict[str, torch.Tensor]:
         chosen = topk_idx >= 0
         return {
@@ -138,35 +153,12 @@ class GShardGate(Gate):
     def route(self, x: torch.Tensor) -> Routing:
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
-        num_tokens = len(x)
-        scores = (wide @ self.weight.to(wide).t()).softmax(1)
-        first = scores.argmax(1)
-        others = scores.detach().scatter(1, first[:, None], -math.inf)
-        topk_idx = torch.stack((first, others.argmax(1)), 1)
-        weights = scores.gather(1, topk_idx)
-        weights = weights / weights.sum(1, keepdim=True)
-        tried = torch.ones_like(topk_idx, dtype=torch.bool)
+        drawn = None
         if self.random_second and self.training:
-            drawn = torch.rand(
-                num_tokens, generator=self.generator, device=x.device, dtype=wide.dtype
-            )
-            tried[:, 1] = 2 * weights[:, 1].detach() > drawn
-        kept = tried
-        if self.capacity_factor is not None:
-            capacity = math.ceil(2 * num_tokens * self.capacity_factor / self.num_experts)
-            kept = tried & (self._places(topk_idx, tried) < capacity)
-        share = _share(first, self.num_experts).to(scores)
-        aux_loss = self.num_experts * (scores.sum(0) / max(num_tokens, 1) * share).sum()
-        chosen = topk_idx.masked_fill(~kept, -1)
-        dropped = (tried & ~kept).sum()
-        return Routing(x, chosen, weights * kept, aux_loss, self._logs(chosen, dropped))
-
-    def _places(self, topk_idx: torch.Tensor, tried: torch.Tensor) -> torch.Tensor:
-        """``[tokens, 2]``, how many took a place at the same expert before."""
-        in_order = topk_idx.t().reshape(-1)  # all first choices, then all second ones
-        taken = nn.functional.one_hot(in_order, self.num_experts) * tried.t().reshape(-1, 1)
-        places = (taken.cumsum(0) - taken).gather(1, in_order[:, None])
-        return places.view(2, -1).t()
+            drawn = torch.rand(len(x), generator=self.generator, device=x.device, dtype=wide.dtype)
+        capacity = gshard_capacity(len(x), self.num_experts, self.capacity_factor)
+        logits = wide @ self.weight.to(wide).t()
+        return self._routing(x, choose_gshard(logits, capacity=capacity, drawn=drawn))
 
 
 class SigmoidGate(Gate):
@@ -188,11 +180,7 @@ class SigmoidGate(Gate):
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
         logits = wide @ self.weight.to(wide).t()
-        topk_idx = logits.detach().topk(self.num_choices, dim=1).indices
-        scores = logits.sigmoid()
-        shares = scores / scores.sum(1, keepdim=True)
-        weights = scores.gather(1, topk_idx)
-        return Routing(x, topk_idx, weights, _balance(shares, topk_idx), self._logs(topk_idx, 0))
+        return self._routing(x, choose_sigmoid(logits, self.num_choices))
 
 
 class XMoEGate(Gate):
@@ -208,8 +196,6 @@ class XMoEGate(Gate):
         activation: "softmax" or "sigmoid".
     """
 
-    LEAST_TEMPERATURE = 0.01
-
     def __init__(
         self,
         hidden: int,
@@ -220,7 +206,7 @@ class XMoEGate(Gate):
         activation: str = "softmax",
     ) -> None:
         super().__init__(hidden, num_experts, topk)
-        width = max(num_experts // 2, 1) if width is None else width
+        width = xmoe_width(num_experts) if width is None else width
         if not is_count(width, least=1):
             raise ConfigError(f"{got('width', width)}: wanted an int, at least 1")
         if activation not in ("softmax", "sigmoid"):
@@ -233,15 +219,9 @@ class XMoEGate(Gate):
     def route(self, x: torch.Tensor) -> Routing:
         """Routes ``[tokens, hidden]``."""
         wide = self._wide(x)
-        projected = nn.functional.normalize(wide @ self.projection.to(wide).t(), dim=1)
-        embeddings = nn.functional.normalize(self.embeddings.to(wide), dim=1)
-        logits = projected @ embeddings.t()
-        logits = logits / self.temperature.to(wide).clamp(min=self.LEAST_TEMPERATURE)
-        topk_idx = logits.detach().topk(self.num_choices, dim=1).indices
-        softmax = logits.softmax(1)
-        scores = softmax if self.activation == "softmax" else logits.sigmoid()
-        weights = scores.gather(1, topk_idx)
-        return Routing(x, topk_idx, weights, _balance(softmax, topk_idx), self._logs(topk_idx, 0))
+        logits = xmoe_logits(wide, self.projection, self.embeddings, self.temperature)
+        is_softmax = self.activation == "softmax"
+        return self._routing(x, choose_xmoe(logits, self.num_choices, is_softmax=is_softmax))
 
 
 class ExpertChoiceGate(Gate):
@@ -409,19 +389,6 @@ class GatedExperts(nn.Module):
 def _within(module: nn.Module, kind: type[_Kind]) -> _Kind | None:
     """A module of a kind, or the first that it wraps, as an adapter does."""
     return next((one for one in module.modules() if isinstance(one, kind)), None)
-
-
-def _balance(scores: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-    """``E * sum(mean score * share of routes)``, 1 where all is even."""
-    num_tokens, num_experts = scores.shape
-    share = _share(topk_idx, num_experts).to(scores)
-    return num_experts * (scores.sum(0) / max(num_tokens, 1) * share).sum()
-
-
-def _share(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """``[num_experts]`` float64, which part of the choices each expert is."""
-    counts = torch.bincount(topk_idx.flatten(), minlength=num_experts)
-    return counts.double() / max(topk_idx.numel(), 1)
 
 
 def _scorer(rows: int, width: int) -> nn.Parameter:

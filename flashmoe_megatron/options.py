@@ -34,6 +34,9 @@ BackendKind = Literal["auto", "kernel", "scheduled", "reference"]
 ExchangeKind = Literal["auto", "direct", "copies", "2dh"]
 MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
+GateKind = Literal["router", "gshard", "sigmoid", "xmoe"]
+FUTURE_GATES = ("expert-choice", "soft")
+"""Gates whose outputs for a token depend on later tokens."""
 RowBound = float | Literal["auto"]
 NOT_MEASURED = "wanted a number, since only iterations of Megatron are measured and repeated"
 """The refusal of an ``auto`` row bound elsewhere."""
@@ -133,6 +136,22 @@ def read_degrees(value: object) -> tuple[int, int] | None:
         return None
     numbers = [int(word) for word in words]
     return (numbers[0], numbers[-1]) if all(1 <= n <= MAX_DEGREE for n in numbers) else None
+
+
+def _gate() -> Rule:
+    kinds = ", ".join(get_args(GateKind))
+
+    def wanted(value: Any) -> str | None:
+        if isinstance(value, str) and value in FUTURE_GATES:
+            return (
+                "a token's output would depend on later tokens, which no model that "
+                f"predicts the next token may see; wanted one of {kinds}, or GatedExperts of "
+                "flashmoe_megatron.gates in a program of plain PyTorch"
+            )
+        is_good = isinstance(value, str) and value in get_args(GateKind)
+        return None if is_good else f"wanted one of {kinds}"
+
+    return Rule(wanted, {"metavar": "GATE"})
 
 
 def _degrees() -> Rule:
@@ -356,6 +375,22 @@ class FrameworkOptions(BackendOptions):
     def backend_options(self) -> dict[str, Any]:
         """Returns what :func:`~flashmoe_megatron.select.select_backend` takes, but the kind."""
         return {one.name: getattr(self, one.name) for one in fields(BackendOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedOptions(FrameworkOptions):
+    """The choices where a gate can take the place of a framework's own router."""
+
+    gate: GateKind = option(
+        "router",
+        _gate(),
+        "Which gate chooses the experts of tokens. router is the framework's own. gshard takes "
+        "two, the second at random by its weight while training, and with a capacity gives first "
+        "choices their places before second ones. sigmoid (BASE) takes the largest products, with "
+        "their sigmoids as weights. xmoe (X-MoE) takes the largest cosines in a space of few "
+        "dimensions. Each is another model than the router, which has to be trained and used "
+        "with the option.",
+    )
 
 
 Options = TypeVar("Options", bound=BackendOptions)

@@ -231,9 +231,9 @@ MUTATIONS = (
     ),
     Mutation(
         "XMoE's auxiliary loss is that of its sigmoids",
-        "route",
-        "_balance(softmax, topk_idx)",
-        "_balance(scores, topk_idx)",
+        "choose_xmoe",
+        "weights, softmax, ",
+        "weights, logits.sigmoid(), ",
         "tests/unit/test_gates.py::test_xmoe_is_its_loop",
     ),
     Mutation(
@@ -814,11 +814,25 @@ MUTATIONS = (
     ),
     Mutation(
         "without a capacity second choices are never left out",
-        "route",
+        "choose_gshard",
         "kept = tried\n",
         "kept = torch.ones_like(tried)",
         "tests/unit/test_gates.py"
         "::test_gshard_without_a_capacity_drops_nothing_and_tries_second_choices_all_the_same",
+    ),
+    Mutation(
+        "gradients of X-MoE's parameters stay on each of the ranks that share a sequence",
+        "__init__",
+        "parameter.sequence_parallel = config.sequence_parallel",
+        "parameter.sequence_parallel = False",
+        "tests/megatron/test_gates.py::test_xmoe_trains_alike_with_and_without_tensor_parallelism",
+    ),
+    Mutation(
+        "Megatron's auxiliary loss of GShard is that of two counted choices",
+        "__init__",
+        "self.topk = 1 ",
+        "self.topk = 2 ",
+        "tests/megatron/test_gates.py::test_a_router_chooses_balances_and_logs_as_its_gate",
     ),
     Mutation(
         "what the user has told DDP to leave out is forgotten",

@@ -34,7 +34,7 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["door", "driver_release", "errors", "_version", "streams", "touched"],
+    ["door", "driver_release", "errors", "gate_rules", "_version", "streams", "touched"],
     ["attempts", "config", "driver", "releases", "torch_groups"],
     ["blockwise", "ending", "planner", "replicas", "weights"],
     ["adapted"],
@@ -124,7 +124,7 @@ MEGATRON = [
     ["early_routing", "weights"],
     ["routed"],
     ["repeat"],
-    ["megakernel", "metrics", "schedule"],
+    ["gate_routers", "megakernel", "metrics", "schedule"],
     ["layer"],
 ]
 MEGATRON_CONFIG = [

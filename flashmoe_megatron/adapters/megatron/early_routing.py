@@ -101,4 +101,4 @@ def _predict(layer: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     if getattr(router, "expert_bias", None) is not None:
         logits = logits.sigmoid() + router.expert_bias  # which a router of sigmoids alone has
     chosen = torch.zeros_like(logits, dtype=torch.bool)
-    return chosen.scatter_(1, logits.topk(router.topk, dim=1).indices, True)
+    return chosen.scatter_(1, logits.topk(router.config.moe_router_topk, dim=1).indices, True)

@@ -29,6 +29,7 @@ from flashmoe_megatron.adapters.megatron.dispatcher import (
     showing,
 )
 from flashmoe_megatron.adapters.megatron.fp8 import bfloat16_experts
+from flashmoe_megatron.adapters.megatron.gate_routers import with_gate
 from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_dispatcher
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, say_of_process
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
@@ -118,7 +119,8 @@ def _flashmoe_init(original: Function) -> Function:
     signature = inspect.signature(original)
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = signature.bind(self, *args, **kwargs).arguments
+        call = signature.bind(self, *args, **kwargs)
+        arguments = call.arguments
         config = arguments["config"]
         say_of_process(about(config))
         if not is_ours(config):
@@ -131,9 +133,10 @@ def _flashmoe_init(original: Function) -> Function:
         refuse(config, CONFIG_REFUSALS)
         if getattr(config, OVERLAP, False):
             check_schedule()
+        arguments["submodules"] = with_gate(config, arguments.get("submodules"))
         note_served(config)
         with showing(config, {FIELD: STOCK_DISPATCHER_TYPE}), bfloat16_experts():
-            original(self, *args, **kwargs)
+            original(*call.args, **call.kwargs)
         groups = arguments.get("pg_collection") or get_default_pg_collection()
         self.token_dispatcher = FlashMoETokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups

@@ -62,6 +62,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
             ("--moe-latent-size", getattr(config, "moe_latent_size", None), one_call),
             (f"--{OVERLAP.replace('_', '-')}", getattr(config, OVERLAP, None), one_call),
             (flag_of("pre_gate"), settings.pre_gate, is_routed),
+            (flag_of("gate"), settings.gate != "router", is_routed),
             (f"{flag_of('placement')} lookahead", is_ahead, is_routed),
             (flag_of("slice_gradients"), settings.slice_gradients, is_routed),
         ):

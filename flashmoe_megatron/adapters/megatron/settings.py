@@ -12,6 +12,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
     BackendOptions,
     FrameworkOptions,
+    GatedOptions,
     make_options,
     number,
     one_of,
@@ -33,7 +34,7 @@ FLAG_PREFIX = "flashmoe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(FrameworkOptions):
+class Settings(GatedOptions):
     """Options of the flashmoe dispatcher; each is a ``--flashmoe-*`` flag too."""
 
     timeout: float | None = unset_option(  # type: ignore[assignment]  # backend_options has none

@@ -24,14 +24,19 @@ class Choice:
         scores: ``[tokens, experts]``, each token's shares of the experts, whose sum is 1;
             differentiable. An auxiliary loss balances their means.
         counted: ``[tokens, counted choices]``, the experts that an auxiliary loss counts.
-        dropped: How many routes were chosen and found their expert full.
+        asked: ``topk_idx`` before routes were dropped that found their expert full.
     """
 
     topk_idx: torch.Tensor
     topk_weight: torch.Tensor
     scores: torch.Tensor
     counted: torch.Tensor
-    dropped: torch.Tensor | int = 0
+    asked: torch.Tensor
+
+    @property
+    def dropped(self) -> torch.Tensor:
+        """Counts the routes that were asked for and dropped."""
+        return (self.asked >= 0).sum() - (self.topk_idx >= 0).sum()
 
 
 def gshard_capacity(num_tokens: int, num_experts: int, factor: float | None) -> int | None:
@@ -70,7 +75,7 @@ def choose_gshard(
         weights * kept,
         scores,
         first[:, None],
-        (tried & ~kept).sum(),
+        topk_idx.masked_fill(~tried, -1),
     )
 
 
@@ -79,7 +84,7 @@ def choose_sigmoid(logits: torch.Tensor, topk: int) -> Choice:
     topk_idx = logits.detach().topk(topk, dim=1).indices
     sigmoids = logits.sigmoid()
     shares = sigmoids / sigmoids.sum(1, keepdim=True)
-    return Choice(topk_idx, sigmoids.gather(1, topk_idx), shares, topk_idx)
+    return Choice(topk_idx, sigmoids.gather(1, topk_idx), shares, topk_idx, topk_idx)
 
 
 def choose_xmoe(logits: torch.Tensor, topk: int, *, is_softmax: bool = True) -> Choice:
@@ -87,7 +92,7 @@ def choose_xmoe(logits: torch.Tensor, topk: int, *, is_softmax: bool = True) -> 
     topk_idx = logits.detach().topk(topk, dim=1).indices
     softmax = logits.softmax(1)
     weights = (softmax if is_softmax else logits.sigmoid()).gather(1, topk_idx)
-    return Choice(topk_idx, weights, softmax, topk_idx)
+    return Choice(topk_idx, weights, softmax, topk_idx, topk_idx)
 
 
 def xmoe_width(num_experts: int) -> int:

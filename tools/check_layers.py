@@ -140,7 +140,7 @@ MEGATRON_BUCKETS = [
 ]
 DEEPSPEED = [
     ["experts", "forwards", "routes", "settings"],
-    ["routed"],
+    ["gates", "routed"],
     ["layers", "metrics", "slices"],
     ["autoep", "native", "refusals"],
     ["attach"],

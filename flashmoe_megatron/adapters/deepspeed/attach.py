@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flashmoe_megatron.adapters.deepspeed import autoep, native
+from flashmoe_megatron.adapters.deepspeed.gates import gate_problem
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served, fuse
 from flashmoe_megatron.adapters.deepspeed.metrics import EngineMetrics
 from flashmoe_megatron.adapters.deepspeed.refusals import (
@@ -88,6 +89,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
             info = infos[layer.name] = layer.family.inspect(layer.module)
             problem = (
                 engine_problem(engine)
+                or gate_problem(layer.module, settings)
                 or replicas_problem(info, engine.zero_optimization_stage(), settings)
                 or layer_problem(info, settings, engine.device)
             )

@@ -110,6 +110,10 @@ def _initialize(
             from flashmoe_megatron.adapters.deepspeed.metrics import wandb_may_fail
 
             stack.enter_context(wandb_may_fail())
+            if settings.gate != "router":
+                from flashmoe_megatron.adapters.deepspeed.gates import put_gates
+
+                put_gates(call.arguments, settings)
         outcome: tuple[Any, Any, Any, Any] = original(*call.args, **call.kwargs)
     _attach(outcome[0], settings)
     return outcome

@@ -15,6 +15,7 @@ from flashmoe_megatron.adapters.deepspeed.experts import (
     recognise,
 )
 from flashmoe_megatron.adapters.deepspeed.forwards import Watched
+from flashmoe_megatron.adapters.deepspeed.gates import PaperGate
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served, check_groups
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -78,7 +79,7 @@ def inspect(layer: MOELayer) -> LayerInfo:
     """
     if type(layer) is not MOELayer:
         raise ConfigError(f"{type(layer).__name__} is a subclass of MOELayer that is not known")
-    if type(layer.gate) is not TopKGate:
+    if type(layer.gate) is not TopKGate and not isinstance(layer.gate, PaperGate):
         raise ConfigError(f"its gate is a {type(layer.gate).__name__}, wanted a TopKGate")
     if type(layer.experts) is not Experts:
         raise ConfigError(f"its experts are {type(layer.experts).__name__}, wanted Experts")

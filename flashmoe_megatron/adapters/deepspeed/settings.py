@@ -14,6 +14,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import (
     NOT_MEASURED,
     FrameworkOptions,
+    GatedOptions,
     one_of,
     option,
     options_of,
@@ -28,7 +29,7 @@ COMM_BACKEND = "flashmoe"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(FrameworkOptions):
+class Settings(GatedOptions):
     """The section's keys and their defaults."""
 
     enabled: bool = option(False, true_or_false(), "Replace DeepSpeed's MoE layers.")
@@ -51,6 +52,9 @@ class Settings(FrameworkOptions):
         super().__post_init__()
         if self.row_bound == "auto":
             raise self.refusal("row_bound", self.row_bound, NOT_MEASURED)
+        if self.gate != "router" and self.fallback == "warn":
+            way_out = f'wanted "router", or {_key("fallback")} "error": DeepSpeed has no such gate'
+            raise self.refusal("gate", self.gate, way_out)
 
     @classmethod
     def refusal(cls, name: str, value: object, wanted: str) -> ConfigError:

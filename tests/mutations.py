@@ -54,6 +54,13 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "DeepSpeed's reductions are not said to need room where launches leave some",
+        "overlap_notice",
+        "int(most) <= settings.reserved_sms",
+        "True",
+        "tests/deepspeed/test_notices.py::test_a_reduction_that_may_not_fit",
+    ),
+    Mutation(
         "reductions of experts and of all else get all reserved multiprocessors each",
         "most_ctas",
         "2 if reduces_experts(args) else 1",

@@ -142,7 +142,7 @@ DEEPSPEED = [
     ["experts", "forwards", "routes", "settings"],
     ["gates", "routed"],
     ["layers", "metrics", "slices"],
-    ["autoep", "native", "refusals"],
+    ["autoep", "native", "notices", "refusals"],
     ["attach"],
     ["initialize"],
 ]

@@ -18,6 +18,7 @@ from flashmoe_megatron.adapters.deepspeed import autoep, native
 from flashmoe_megatron.adapters.deepspeed.gates import gate_problem
 from flashmoe_megatron.adapters.deepspeed.layers import LayerInfo, Served, fuse
 from flashmoe_megatron.adapters.deepspeed.metrics import EngineMetrics
+from flashmoe_megatron.adapters.deepspeed.notices import overlap_notice
 from flashmoe_megatron.adapters.deepspeed.refusals import (
     engine_problem,
     hosts_problem,
@@ -141,6 +142,10 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         named = " and ".join(sorted(set(kinds.values())))
         sys.stdout.write(f"flashmoe: backend {named}, {len(kinds)} of {len(report)} MoE layers\n")
         sys.stdout.flush()
+        ranks = max(infos[layer.name].group.size() for layer in fusing.values())
+        notice = overlap_notice(engine, set(kinds.values()), ranks, settings)
+        if notice:
+            logger.warning("%s", notice)
     return {
         name: f"{FUSED}, backend {kinds[name]}" if outcome == FUSED else outcome
         for name, outcome in report.items()

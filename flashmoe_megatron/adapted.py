@@ -1,8 +1,8 @@
 """Experts whose frozen matrices have low-rank additions (LoRA), as a call of a layer takes them.
 
 A backend computes with the sums, which are made for the length of a call, in forward and again in
-backward: nothing but the parameters is kept between the two. Gradients of the sums live as long as
-the backward of their layer, where the additions' own gradients are taken from them.
+backward: nothing but the parameters is kept between the two. The sums get no gradients: those of
+the additions' factors are made from the rows of a backward.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.low_rank import FactorGrads, Factors
 from flashmoe_megatron.weights import MATRIX, ExpertWeights, set_tuples, unstacked
 
 
@@ -65,26 +66,15 @@ class AdaptedWeights(ExpertWeights):
             fc1, fc2 = (addition.sums() for addition in self.additions)
         return ExpertWeights(fc1, fc2, fc1_bias=self.fc1_bias, fc2_bias=self.fc2_bias)
 
-    def trained(self, wanted: Sequence[bool]) -> list[bool]:
-        """Tells which of the backend's tensors get a gradient, in their order.
+    def trains_fc1(self, wanted: Sequence[bool]) -> bool:
+        """Tells whether fc1's matrices or factors of their addition get a gradient.
 
-        Args:
-            wanted: Says for each of all tensors, in the order of the fields, whether its gradient
-                is wanted. A matrix needs one, too, for factors of its addition.
+        ``wanted`` says so for each of all tensors, in the order of the fields.
         """
-        left = iter(wanted)
-        fc1, fc2, fc1_bias, fc2_bias = (
-            [next(left) for _ in kind]
-            for kind in (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)
-        )
-        for kind, factors in (
-            (fc1, (*self.fc1_down, *self.fc1_up)),
-            (fc2, (*self.fc2_down, *self.fc2_up)),
-        ):
-            of_factors = [next(left) for _ in factors]  # all of them, before the next kind's
-            if any(of_factors):
-                kind[:] = [True] * len(kind)
-        return [*fc1, *fc2, *fc1_bias, *fc2_bias]
+        num_own = sum(map(len, (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)))
+        num_factors = len(self.fc1_down) + len(self.fc1_up)
+        of_factors = wanted[num_own : num_own + num_factors]
+        return any(wanted[: len(self.fc1)]) or any(of_factors)
 
 
 @dataclass(frozen=True)
@@ -109,29 +99,9 @@ class Addition:
             torch.addmm(one, up, down, alpha=self.scale, out=out)
         return tuple(_as_the_matrices(room, self.matrices))
 
-    def grads(self, of_sums: torch.Tensor, wants: Sequence[bool]) -> Iterator[torch.Tensor | None]:
-        """Yields the gradients of ``down`` and then of ``up``, as far as they are wanted.
-
-        Args:
-            of_sums: ``[num_experts, outputs, inputs]``, the gradients of :meth:`sums`.
-            wants: Says for each factor whether its gradient is wanted.
-        """
-        downs, ups = (torch.stack(_each(each, len(of_sums))) for each in (self.down, self.up))
-        left = iter(wants)
-        for is_down, factors in ((True, self.down), (False, self.up)):
-            is_wanted = [next(left) for _ in factors]
-            if not any(is_wanted):
-                yield from itertools.repeat(None, len(factors))
-                continue
-            grad = torch.bmm(ups.mT, of_sums) if is_down else torch.bmm(of_sums, downs.mT)
-            grad *= self.scale
-            if len(factors) > 1:
-                parts: Sequence[torch.Tensor] = grad.unbind()
-            elif factors[0].dim() > MATRIX:
-                parts = (grad,)
-            else:
-                parts = (grad.sum(0, dtype=torch.float32).to(grad.dtype),)
-            yield from (one if want else None for one, want in zip(parts, is_wanted, strict=True))
+    def factor_grads(self, wanted: Sequence[bool]) -> FactorGrads:
+        """Begins the gradients of ``down`` and then of ``up``, as far as they are wanted."""
+        return FactorGrads(self.down, self.up, self.scale, wanted)
 
     def _check(self) -> None:
         experts = unstacked(self.matrices, MATRIX)
@@ -162,45 +132,33 @@ class Addition:
 
 
 class AdaptedGrads:
-    """Buffers for the gradients of :meth:`AdaptedWeights.join`, not initialized.
+    """What makes the gradients of one backward of :class:`AdaptedWeights`.
 
     Attributes:
-        buffers: One for each tensor that the backend gets, kind by kind; ``None`` for one whose
-            gradient is not wanted.
+        buffers: Not initialized, one for each tensor that is no factor, kind by kind; ``None`` for
+            one whose gradient is not wanted.
+        factors: For each projection that has an addition of which a factor is trained.
     """
 
     def __init__(self, weights: AdaptedWeights, wanted: Sequence[bool]) -> None:
         """Makes buffers; ``wanted`` is of all tensors, in the order of the fields."""
-        self._weights, self._wanted = weights, wanted
-        left = iter(weights.trained(wanted))
-        self._stacks: list[torch.Tensor | None] = []
-        self.buffers: list[list[torch.Tensor | None]] = []
+        left = iter(wanted)
+        kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
+        self.buffers = [_buffers(kind, [next(left) for _ in kind]) for kind in kinds]
+        self._nums: list[int] = []
+        made: list[FactorGrads | None] = []
         for addition in weights.additions:
-            trained = [next(left) for _ in addition.matrices]
-            if addition.down and all(trained):
-                experts = unstacked(addition.matrices, MATRIX)
-                stack = experts[0].new_empty(len(experts), *experts[0].shape)
-                self._stacks.append(stack)
-                self.buffers.append([*_as_the_matrices(stack, addition.matrices)])
-            else:
-                self._stacks.append(None)
-                self.buffers.append(_buffers(addition.matrices, trained))
-        for biases in (weights.fc1_bias, weights.fc2_bias):
-            self.buffers.append(_buffers(biases, [next(left) for _ in biases]))
+            of_factors = [next(left) for _ in (*addition.down, *addition.up)]
+            self._nums.append(len(of_factors))
+            is_any = any(of_factors)
+            made.append(addition.factor_grads(of_factors) if is_any else None)
+        self.factors = Factors(*made)
 
     def grads(self) -> list[torch.Tensor | None]:
         """Returns the gradients of all tensors, in the order of the fields."""
-        weights = self._weights
-        own = list(itertools.chain(*self.buffers))
-        found = [grad if want else None for grad, want in zip(own, self._wanted, strict=False)]
-        wants = list(self._wanted[len(own) :])
-        for addition, stack in zip(weights.additions, self._stacks, strict=True):
-            num = len(addition.down) + len(addition.up)
-            mine, wants = wants[:num], wants[num:]
-            if stack is None or not any(mine):
-                found += [None] * num
-            else:
-                found += addition.grads(stack, mine)
+        found = list(itertools.chain(*self.buffers))
+        for num, factors in zip(self._nums, self.factors, strict=True):
+            found += [None] * num if factors is None else factors.grads()
         return found
 
 

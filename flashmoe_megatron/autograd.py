@@ -15,6 +15,7 @@ from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backw
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
 from flashmoe_megatron.eager import eager, unseen
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
+from flashmoe_megatron.low_rank import NO_FACTORS
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
 from flashmoe_megatron.weights import (
     MATRIX,
@@ -189,6 +190,11 @@ def apply(
     weights, backend = call.weights, call.backend
     if isinstance(weights, SplitWeights):
         weights.check(backend.config)
+    if isinstance(weights, AdaptedWeights) and backend.spare_slots:
+        raise ConfigError(
+            f"additions to experts' matrices with spare_slots={backend.spare_slots}, which compute "
+            "other ranks' experts: wanted 0"
+        )
     parameters = _tensors_of(weights) if torch.is_grad_enabled() else []
     if not parameters or not any(map(_requires_grad, (x, probs, *parameters))):
         assert call.routing_map is not None
@@ -370,12 +376,13 @@ class _RoutedExperts(torch.autograd.Function):
         wanted = _wanted(ctx, ctx.owners)
         destinations = _destinations_of(ctx, weights, wanted)
         taken = _as_taken(weights, ctx.backend)
-        targets = _counted(ctx.backend, destinations.targets, wanted)
+        targets = _counted(ctx.backend, destinations, wanted)
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
             saved,
             taken,
             *(targets.values() if all(wanted) else _spread(targets, taken)),
+            factors=destinations.factors,
         )
         after_backward = gradients.after_backward
         if after_backward is not None and (main_grads is None or main_grads.is_due()):
@@ -419,7 +426,7 @@ def _wanted(ctx: Any, weights: ExpertWeights | SplitWeights) -> tuple[bool, ...]
 def _trains_fc1(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
     num = len(weights.fc1 if isinstance(weights, ExpertWeights) else weights.gate + weights.up)
     if isinstance(weights, AdaptedWeights):
-        return any(weights.trained(_wanted(ctx, weights))[:num])
+        return weights.trains_fc1(_wanted(ctx, weights))
     return any(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + num])
 
 
@@ -427,9 +434,12 @@ _NUM_BEFORE = 3
 """Inputs of the node ahead of the weights."""
 
 
-def _counted(backend: Backend, targets: _Targets, wanted: Sequence[bool]) -> _Targets:
+def _counted(
+    backend: Backend, destinations: "_Destinations | _OwnBuffers", wanted: Sequence[bool]
+) -> _Targets:
     """Counts the gradients of a backward; returns where they go."""
-    counters = backend.weight_grads
+    counters, targets = backend.weight_grads, destinations.targets
+    counters.buffer_bytes += sum(each.num_bytes for each in destinations.factors.wanted)
     counters.computed += wanted.count(True)
     counters.left_out += wanted.count(False)
     every = list(filter(None, itertools.chain(*targets.values())))
@@ -449,6 +459,8 @@ class _Destinations:
 
     ``main_grads`` has learned which gradients are added; without it the parameters are marked.
     """
+
+    factors = NO_FACTORS
 
     def __init__(
         self, owners: ExpertWeights, targets: _Targets, main_grads: MainGrads | None = None
@@ -560,6 +572,7 @@ class _OwnBuffers:
 
     def __init__(self, grads: SplitGrads | AdaptedGrads) -> None:
         self._grads = grads
+        self.factors = grads.factors if isinstance(grads, AdaptedGrads) else NO_FACTORS
         self.targets: _Targets = {
             kind: [None if buffer is None else WeightGrad(buffer, False) for buffer in buffers]
             for kind, buffers in zip(_KINDS, grads.buffers, strict=True)

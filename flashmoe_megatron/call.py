@@ -18,6 +18,7 @@ from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.hooks import EVERYWHERE, Call, Hooks, Reach
+from flashmoe_megatron.low_rank import NO_FACTORS, Factors
 from flashmoe_megatron.ranks import OfGroup
 from flashmoe_megatron.releases import TORCH
 from flashmoe_megatron.router import Router
@@ -160,6 +161,8 @@ class Backend(OfGroup, ABC):
         hooks: Called before and after the stages of every call that the backend has.
     """
 
+    spare_slots: int = 0
+    """Places of each rank for replicas of other ranks' experts, that are filled."""
     kind: ClassVar[str] = ""
     """The choice that it is: "kernel", "scheduled" or "reference"; none over hosts."""
     reach: ClassVar[Reach] = EVERYWHERE
@@ -335,13 +338,16 @@ class Backend(OfGroup, ABC):
         grad_fc2: Targets,
         grad_fc1_bias: Targets = (),
         grad_fc2_bias: Targets = (),
+        *,
+        factors: Factors = NO_FACTORS,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward.
 
         Gradients of weights and biases are plain sums over all tokens received from all ranks,
         written or added to their buffers, also (as zeros) for experts without tokens. Gradients
         of biases are asked for exactly where ``weights`` has biases. What is frozen has ``None`` in
-        place of a target; see :class:`Grads`.
+        place of a target; see :class:`Grads`. ``factors`` take the rows that gradients of weights
+        are products of.
 
         Returns:
             Gradients of ``x`` (``[num_tokens, hidden]``) and of ``probs`` (in its shape, zero where
@@ -357,11 +363,16 @@ class Backend(OfGroup, ABC):
             for grad in filter(None, itertools.chain(*grads)):
                 grad.buffer.fill_(torch.nan)
             return saved.gradients(grad_out)
-        return self._backward(grad_out, saved, weights, grads)
+        return self._backward(grad_out, saved, weights, grads, factors)
 
     @abstractmethod
     def _backward(
-        self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
+        self,
+        grad_out: torch.Tensor,
+        saved: Any,
+        weights: ExpertWeights,
+        grads: Grads,
+        factors: Factors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Does what :meth:`backward` says."""
 

@@ -153,6 +153,28 @@ MUTATIONS = (
         "tests/megatron/test_lora.py::test_adapters_are_computed_as_beside_alltoall",
     ),
     Mutation(
+        "the gradient of a factor takes rows that are no expert's",
+        "ExpertRows._grouped_sums",
+        "begins[:-1] + counts",
+        "begins[1:]",
+        "tests/unit/test_low_rank.py::test_sums_leave_out_what_lies_between_experts",
+        on_gpu="tests/gpu/test_adapted.py::test_where_rows_lie",
+    ),
+    Mutation(
+        "launches over several hosts leave factors the gradients of the last",
+        "FactorGrads._add",
+        "part if grad is None else grad + part",
+        "part",
+        "tests/unit/test_low_rank.py::test_gradients_of_factors",
+    ),
+    Mutation(
+        "factors' gradients of a backward that some rank lacks look right",
+        "BackwardRows.give",
+        "header[-1] != 0",
+        "header[-1] < 0",
+        "tests/unit/test_backward_rows.py::test_factors_take_them",
+    ),
+    Mutation(
         "Bridge's dropout on experts' adapters is left out without a word",
         "HeldExperts._check_modules",
         "if problem := problem_of(module):",
@@ -683,7 +705,7 @@ MUTATIONS = (
     Mutation(
         "a rank that refuses a call takes no part in its backward",
         "_backward",
-        "self._backward(none, saved.saved, weights, grads)",
+        "self._backward(none, saved.saved, weights, grads, factors)",
         "pass",
         "tests/unit/test_in_step.py::test_all_raise_in_one_call",
         on_gpu="tests/gpu/test_in_step.py::test_all_raise_in_one_call",

@@ -37,6 +37,7 @@ PYTHON = [
     ["door", "driver_release", "errors", "gate_rules", "_version", "streams", "touched"],
     ["attempts", "config", "driver", "releases", "torch_groups"],
     ["blockwise", "ending", "planner", "replicas", "weights"],
+    ["low_rank"],
     ["adapted"],
     ["ranks"],
     ["telemetry.record", "measured.files"],
@@ -62,7 +63,7 @@ PYTHON = [
 ]
 KERNEL = [
     ["bindings"],
-    ["captured", "early_fc2", "gradients", "memory", "ops", "records", "symmetric"],
+    ["captured", "early_fc2", "gradients", "memory", "ops", "records", "rows", "symmetric"],
     ["group_memory"],
     ["tables"],
     ["backend"],

@@ -120,4 +120,11 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                   problem, group, launch, grad_out, grad_table, grads_dtype, accumulate, number);
 }
 
+int flashmoe_backward_rows(const FlashMoEProblem* problem,
+                           const FlashMoELaunch* launch,
+                           FlashMoEBackwardRows* rows) {
+    return choose(flashmoe::backward_rows, flashmoe_with_slots::backward_rows,
+                  flashmoe_in_fp8::backward_rows, problem, launch, rows);
+}
+
 }  // extern "C"

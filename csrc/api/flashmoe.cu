@@ -50,6 +50,7 @@ uint64_t flashmoe_sizeof(const char* name) {
     if (strcmp(name, "FlashMoECounters") == 0) return sizeof(FlashMoECounters);
     if (strcmp(name, "FlashMoERecord") == 0) return sizeof(FlashMoERecord);
     if (strcmp(name, "FlashMoESlot") == 0) return sizeof(FlashMoESlot);
+    if (strcmp(name, "FlashMoEBackwardRows") == 0) return sizeof(FlashMoEBackwardRows);
     return 0;
 }
 

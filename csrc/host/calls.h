@@ -17,5 +17,6 @@ decltype(flashmoe_forward) forward;
 decltype(flashmoe_settle) settle;
 decltype(flashmoe_gather) gather;
 decltype(flashmoe_backward) backward;
+decltype(flashmoe_backward_rows) backward_rows;
 
 }  // namespace flashmoe

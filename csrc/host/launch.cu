@@ -633,4 +633,23 @@ int backward(const FlashMoEProblem* problem,
     return has_slots ? launch_add_replicas(problem, group, args) : int(FLASHMOE_OK);
 }
 
+int backward_rows(const FlashMoEProblem* problem,
+                  const FlashMoELaunch* launch_args,
+                  FlashMoEBackwardRows* rows) {
+    FLASHMOE_TRY(check_problem(problem));
+    FLASHMOE_TRY(check_launch(problem, launch_args));
+    FLASHMOE_TRY(check_pointer(launch_args->scratch, launch_args->num_row_blocks > 0, "scratch"));
+    FLASHMOE_TRY(check_struct(rows, "rows"));
+    const ScratchRows scratch =
+        scratch_at(problem, launch_args->scratch, launch_args->num_row_blocks, true);
+    const Plan plan = Plan::at(const_cast<void*>(launch_args->plan), shape_of(problem));
+    rows->grad_out = scratch.rows;
+    rows->grad_preact = scratch.dpre;
+    rows->act = scratch.act;
+    rows->expert_rows = plan.expert_rows;
+    rows->expert_block = plan.expert_block;
+    rows->row_tokens = reinterpret_cast<const int32_t*>(plan.row_meta);
+    return FLASHMOE_OK;
+}
+
 }  // namespace flashmoe

@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 21
+#define FLASHMOE_ABI_VERSION 22
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -336,6 +336,26 @@ FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       int32_t grads_dtype,
                                       int32_t accumulate,
                                       uint64_t number);
+
+/* Rows that a backward leaves in its scratch memory and plan: the factors of weights' gradients, for
+ * callers that want other products of them. An expert's rows follow one another from the first of
+ * its blocks on; what lies between its last row and the next expert's block is unspecified. */
+typedef struct {
+    uint32_t struct_size;
+    const void* grad_out;        /* [row][hidden]: gradients of the layer's output; or NULL where
+                                    they were read at their tokens */
+    const void* grad_preact;     /* [row][fc1_rows]: gradients of fc1's outputs */
+    const void* act;             /* [row][intermediate]: fc2's inputs, times probabilities */
+    const int32_t* expert_rows;  /* [local slot]: its number of rows */
+    const int32_t* expert_block; /* [local slot + 1]: its first block of 128 rows, and the end */
+    const int32_t* row_tokens;   /* [row][2]: the token on its rank, and a word of the plan's own */
+} FlashMoEBackwardRows;
+
+/* Tells where they are after flashmoe_backward of the same launch, whose num_row_blocks, plan and
+ * scratch it reads. */
+FLASHMOE_EXPORT int flashmoe_backward_rows(const FlashMoEProblem* problem,
+                                           const FlashMoELaunch* launch,
+                                           FlashMoEBackwardRows* rows);
 
 /* Makes a stream wait until the backward of that number, which has been launched, or a later one
  * has the gradients of all fc2 weights (not of biases) complete, while it may still compute fc1's.

@@ -34,6 +34,7 @@ from flashmoe_megatron.hosts.crossing import (
 )
 from flashmoe_megatron.hosts.rail import Crossed, Rail
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
+from flashmoe_megatron.low_rank import Factors
 from flashmoe_megatron.options import BackendOptions, number, option
 from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
 from flashmoe_megatron.ranks import UNFOLLOWED, unfollowed_ranks
@@ -309,7 +310,12 @@ class HostsBackend(Backend):
 
     @torch.no_grad()
     def _backward(
-        self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
+        self,
+        grad_out: torch.Tensor,
+        saved: Any,
+        weights: ExpertWeights,
+        grads: Grads,
+        factors: Factors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes all gradients of one forward.
 
@@ -334,7 +340,9 @@ class HostsBackend(Backend):
         def launch(number: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             of_rows, of_routes = [], []
             for part in torch.split(rows, saved.num_rows[number]):
-                grad_rows, grad_routes = backend.backward(part, next(kept), weights, *kinds)
+                grad_rows, grad_routes = backend.backward(
+                    part, next(kept), weights, *kinds, factors=factors
+                )
                 of_rows.append(grad_rows)
                 of_routes.append(grad_routes)
                 for kind in kinds:

@@ -36,7 +36,9 @@ from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory, shared_memory
 from flashmoe_megatron.kernel.memory import check_slots_fit, transient_blocks
+from flashmoe_megatron.kernel.rows import BackwardRows
 from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
+from flashmoe_megatron.low_rank import Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
@@ -526,11 +528,12 @@ class KernelBackend(Backend):
         saved: SavedForward | NaNResult,
         weights: ExpertWeights,
         grads: Grads,
+        factors: Factors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(saved, NaNResult):
             dtype = (weights.fc1 or weights.fc2)[0].dtype
             none = torch.empty(0, self.config.hidden, dtype=dtype, device=self.device)
-            self._backward(none, saved.saved, weights, grads)
+            self._backward(none, saved.saved, weights, grads, factors)
             return saved.gradients(grad_out)
         with self.memory.promised:
             check_grad_out(self.config, grad_out, saved.num_tokens)
@@ -580,11 +583,16 @@ class KernelBackend(Backend):
                 saved.layer,
                 *addresses,
             )
+        if factors.wanted:
+            left = BackwardRows(problem, grad_out, rows, saved.plan, scratch, blocks)
+            left.give(self.config, factors)
         written.settle()
         self._early_number = number if written.are_own else 0
         if is_void:
             grad_x.fill_(torch.nan)
             grad_probs.fill_(torch.nan)
+            for one in factors.wanted:
+                one.spoil()
         return grad_x, grad_probs
 
     def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:

@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -255,6 +255,15 @@ class FlashMoELaunch(_Sized):
     )
 
 
+class FlashMoEBackwardRows(_Sized):
+    """Rows that a backward leaves, which weights' gradients are products of."""
+
+    _fields_ = _fields(
+        (ctypes.c_uint32, "struct_size"),
+        (ctypes.c_void_p, "grad_out grad_preact act expert_rows expert_block row_tokens"),
+    )
+
+
 _STRUCTS = (
     FlashMoEProblem,
     FlashMoESizes,
@@ -265,6 +274,7 @@ _STRUCTS = (
     FlashMoERecord,
     FlashMoEInput,
     FlashMoELaunch,
+    FlashMoEBackwardRows,
 )
 
 _STATUS, _INT32, _ADDRESS = ctypes.c_int, ctypes.c_int32, ctypes.c_void_p
@@ -299,6 +309,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
         _INT32,
         ctypes.c_uint64,
     ),
+    "backward_rows": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS),
 }
 """Types of each function, by its name without ``flashmoe_``: its result, then its arguments."""
 

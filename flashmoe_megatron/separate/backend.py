@@ -20,6 +20,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hooks import UNHEARD, Call, Point, of_part
 from flashmoe_megatron.hosts.grid import HostGrid
+from flashmoe_megatron.low_rank import ExpertRows, Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
@@ -125,6 +126,8 @@ class SeparateBackend(Backend):
         self.slices: GradientSlices | None = None
         self._device, self._tensor, self._replicas = device, tensor, replicas
         self._exchange = exchange
+        if replicas is not None:
+            self.spare_slots = options.filled_slots
         self._precision = precision_of(config)
         most_blocks = None
         if options.row_bound is not None:
@@ -347,7 +350,12 @@ class SeparateBackend(Backend):
 
     @torch.no_grad()
     def _backward(
-        self, grad_out: torch.Tensor, saved: Any, weights: ExpertWeights, grads: Grads
+        self,
+        grad_out: torch.Tensor,
+        saved: Any,
+        weights: ExpertWeights,
+        grads: Grads,
+        factors: Factors,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         config = self.config
         check_grad_out(config, grad_out, saved.probs_shape[0])
@@ -371,7 +379,9 @@ class SeparateBackend(Backend):
         ]
         has_slots = saved.placement is not None  # they compute others' experts
         is_fc1_wanted = has_slots or _is_any(written.fc1) or _is_any(written.fc1_bias)
+        is_fc1_wanted |= factors.fc1 is not None
         is_fc2_wanted = has_slots or _is_any(written.fc2) or _is_any(written.fc2_bias)
+        is_fc2_wanted |= factors.fc2 is not None
         of_rows = None  # after the gradients, since only weights' gradients need them
         if saved.x is not None:
             again = Call.of("forward", saved.layer)
@@ -424,9 +434,12 @@ class SeparateBackend(Backend):
         rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
         pairs: list[_Pair] = []
         summands: list[_Summands] = []
+        if rows is not None and (has_slots or _is_any(written.fc1) or factors.fc1 is not None):
+            rows = self._precision.unpack(rows)
+        if factors.wanted:
+            _give_rows(factors, (grad_pre, rows), (grad_y, weighted), whole)
         if grad_pre is not None and (has_slots or _is_any(written.fc1)):
             assert rows is not None
-            rows = self._precision.unpack(rows)
             if weights.split:  # all gates and after them all ups
                 gate, up = grad_pre.chunk(2, dim=1)
                 gates, ups = _halves(written.fc1)
@@ -469,6 +482,8 @@ class SeparateBackend(Backend):
         if is_void:
             grad_x.fill_(torch.nan)
             grad_probs.fill_(torch.nan)
+            for one in factors.wanted:
+                one.spoil()
         return grad_x, grad_probs
 
     @property
@@ -653,6 +668,21 @@ def _experts(part: Part) -> torch.Tensor:
     counts = torch.tensor(part.counts, device=part.ends.device)
     experts = torch.arange(len(part.counts), device=part.ends.device)
     return experts.repeat_interleave(counts, output_size=sum(part.counts))
+
+
+def _give_rows(
+    factors: Factors,
+    fc1: tuple[torch.Tensor | None, torch.Tensor | None],
+    fc2: tuple[torch.Tensor | None, torch.Tensor | None],
+    part: Part,
+) -> None:
+    """Has factors take each projection's gradients of outputs and its inputs."""
+    places = ExpertRows.until(part.ends)
+    for of_factors, (of_outputs, inputs) in zip(factors, (fc1, fc2), strict=True):
+        if of_factors is not None:
+            assert of_outputs is not None
+            assert inputs is not None
+            of_factors.take(of_outputs, inputs, places)
 
 
 def _is_any(targets: Targets) -> bool:

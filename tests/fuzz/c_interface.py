@@ -286,6 +286,12 @@ def _backward(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     )
 
 
+def _backward_rows(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
+    launch = _launch(choices)
+    rows = _struct(choices, arena().sizes, bindings.FlashMoEBackwardRows, {})
+    return int(library.flashmoe_backward_rows(problem, launch, rows))
+
+
 def _is_split(fields: Any) -> bool:
     return fields is not None and fields["is_split"] != 0
 
@@ -379,6 +385,7 @@ _CALLS = {
     "names": _names,
     "slot": _slot,
     "settle": _settle,
+    "backward_rows": _backward_rows,
 }
 
 

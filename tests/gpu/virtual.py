@@ -22,6 +22,7 @@ from flashmoe_megatron.kernel.backend import (
     count_routes,
 )
 from flashmoe_megatron.kernel.group_memory import GroupMemory
+from flashmoe_megatron.low_rank import NO_FACTORS, Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
@@ -311,6 +312,7 @@ class VirtualLayer:
         saved: Sequence[Any],
         weights: Sequence[ExpertWeights],
         *grads: Sequence[Sequence[WeightGrad]],
+        factors: Sequence[Factors] | None = None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Runs the backward; ``grads`` are fc1's, fc2's and, if there are any, both biases'."""
         self.prepare()
@@ -319,7 +321,11 @@ class VirtualLayer:
             with self._on_stream(rank):
                 found.append(
                     backend.backward(
-                        grad_out[rank], saved[rank], weights[rank], *(kind[rank] for kind in grads)
+                        grad_out[rank],
+                        saved[rank],
+                        weights[rank],
+                        *(kind[rank] for kind in grads),
+                        factors=factors[rank] if factors else NO_FACTORS,
                     )
                 )
         self._join()

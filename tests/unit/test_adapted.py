@@ -5,101 +5,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flashmoe_megatron.adapted import AdaptedWeights
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.config import Keep
-from flashmoe_megatron.errors import ShapeError
-from flashmoe_megatron.oracle import assert_close
-from flashmoe_megatron.weights import ExpertWeights
+from flashmoe_megatron.errors import FlashMoEError, ShapeError
 from tests.distributed import RankPool
 from tests.unit import cases
+from tests.unit.additions import FORMS, RANK, assert_alike, factors, results
 from tests.unit.separate import NAMES, make
-
-RANK, SCALE = 3, 0.5
-FORMS = ("shared", "stack", "each", "shared outer")
-Tensors = tuple[torch.Tensor, ...]
-
-
-def factors(form: str, matrices: Tensors, kind: str) -> tuple[Tensors, Tensors]:
-    """Draws both factors for matrices of one projection, as leaves."""
-    (outputs, inputs), num = matrices[0].shape, len(matrices)
-    is_shared = {"down": form == "shared", "up": form == "shared"}
-    if form == "shared outer":
-        is_shared = {"down": kind == "fc1", "up": kind == "fc2"}
-    found = {}
-    for name, shape in (("down", (RANK, inputs)), ("up", (outputs, RANK))):
-        if is_shared[name]:
-            drawn: Tensors = (torch.randn(shape),)
-        elif form == "each":
-            drawn = tuple(torch.randn(shape) for _ in range(num))
-        else:
-            drawn = (torch.randn(num, *shape),)
-        found[name] = tuple(one.to(matrices[0].dtype).requires_grad_() for one in drawn)
-    return found["down"], found["up"]
-
-
-def summed(matrices: Tensors, down: Tensors, up: Tensors) -> Tensors:
-    """Adds factors up one expert at a time, for autograd to differentiate."""
-    found = []
-    for e, matrix in enumerate(matrices):
-        a, b = (
-            kind[e] if len(kind) > 1 else kind[0][e] if kind[0].dim() > 2 else kind[0]
-            for kind in (down, up)
-        )
-        found.append(matrix + SCALE * (b @ a))
-    return tuple(found)
-
-
-def results(
-    backend: Any, inputs: cases.Inputs, form: str, *, adapts: str, is_stack: bool = False
-) -> list[dict[str, torch.Tensor]]:
-    """The outputs and gradients with additions, and with sums that autograd has made."""
-    rank, config = backend.rank, backend.config
-    own = slice(rank * config.num_local_experts, (rank + 1) * config.num_local_experts)
-    fc1, fc2 = tuple(inputs.fc1[own]), tuple(inputs.fc2[own])
-    torch.manual_seed(0)
-    found = []
-    of_fc1 = factors(form, fc1, "fc1") if "fc1" in adapts else ((), ())
-    of_fc2 = factors(form, fc2, "fc2") if "fc2" in adapts else ((), ())
-    leaves = [*of_fc1[0], *of_fc1[1], *of_fc2[0], *of_fc2[1]]
-    for joins in (True, False):
-        for leaf in leaves:
-            leaf.grad = None
-        x, probs = (each[rank].clone().requires_grad_() for each in (inputs.x, inputs.probs))
-        weights: ExpertWeights
-        if joins:
-            stacks = [(torch.stack(one),) if is_stack else one for one in (fc1, fc2)]
-            weights = AdaptedWeights(
-                *stacks,
-                fc1_down=of_fc1[0],
-                fc1_up=of_fc1[1],
-                fc2_down=of_fc2[0],
-                fc2_up=of_fc2[1],
-                fc1_scale=SCALE,
-                fc2_scale=SCALE,
-            )
-        else:
-            sums = [
-                summed(one, *of_one) if of_one[0] else one
-                for one, of_one in ((fc1, of_fc1), (fc2, of_fc2))
-            ]
-            weights = ExpertWeights(*sums)
-        out = moe_apply(backend, x, probs, inputs.routing_map[rank], weights)
-        out.backward(inputs.grad_out[rank])
-        named = {f"leaf {i}": leaf.grad for i, leaf in enumerate(leaves)}
-        assert x.grad is not None
-        assert probs.grad is not None
-        got = {"out": out.detach(), "x": x.grad, "probs": probs.grad}
-        found.append(got | {name: one for name, one in named.items() if one is not None})
-        assert len(found[-1]) == 3 + len(leaves)
-    return found
-
-
-def assert_alike(found: list[dict[str, torch.Tensor]]) -> None:
-    got, want = found
-    for name, one in want.items():
-        assert_close(name, got[name], one, rel_l2=1e-5)
 
 
 @pytest.mark.parametrize("adapts", ["fc1", "fc2", "fc1 fc2"])
@@ -154,7 +71,62 @@ def test_frozen_matrices_and_factors() -> None:
     assert all(one.grad is None for one in fc2)
     counters = backend.weight_grads
     assert (counters.computed, counters.left_out) == (len(fc1) + 1, len(fc2) + 1)
-    assert counters.buffer_bytes == sum(one.nbytes for one in (*fc1, *fc2))
+    assert counters.buffer_bytes == sum(one.nbytes for one in (*fc1, *up))
+
+
+class LargeTensors(TorchDispatchMode):
+    """Counts the tensors of at least so many bytes that operators make."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__()
+        self.num_bytes, self.shapes = num_bytes, dict[int, tuple[int, ...]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = filter(is_tensor, tree_leaves((args, kwargs)))
+        before = {one.untyped_storage().data_ptr() for one in given}
+        for one in filter(is_tensor, tree_leaves(out)):
+            where = one.untyped_storage().data_ptr()
+            if where not in before and one.untyped_storage().nbytes() >= self.num_bytes:
+                self.shapes.setdefault(where, tuple(one.shape))
+        return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_makes_no_gradient_of_a_matrix(name: str) -> None:
+    """All that it makes of the size of a stack of matrices are the sums."""
+    config = cases.make_config(num_ranks=1, hidden=512, intermediate=512)
+    inputs = cases.make_inputs(config, cases.uniform, [9], dtype=torch.float32)
+    fc1, fc2 = torch.stack(inputs.fc1), torch.stack(inputs.fc2)
+    torch.manual_seed(0)
+    down, up = factors("shared", (*inputs.fc1,), "fc1")
+    more = factors("stack", (*inputs.fc2,), "fc2")
+    weights = AdaptedWeights(
+        (fc1,), (fc2,), fc1_down=down, fc1_up=up, fc2_down=more[0], fc2_up=more[1]
+    )
+    backend = make(name, config)
+    out = moe_apply(backend, inputs.x[0], inputs.probs[0], inputs.routing_map[0], weights)
+    with LargeTensors(fc2.nbytes) as large:
+        out.backward(inputs.grad_out[0])
+    assert sorted(large.shapes.values()) == sorted([tuple(fc1.shape), tuple(fc2.shape)])
+    assert backend.weight_grads.buffer_bytes == sum(
+        one.nbytes for one in (*down, *up, *more[0], *more[1])
+    )
+
+
+def test_spare_slots_are_refused(ranks: RankPool) -> None:
+    """On every rank, before anything travels."""
+    for words in ranks.run(with_spare_slots, num_ranks=2):
+        assert "spare_slots=1, which compute other ranks' experts: wanted 0" in words
+
+
+def with_spare_slots(group: dist.ProcessGroup) -> str:
+    config = cases.make_config(num_ranks=2)
+    inputs = cases.make_inputs(config, cases.uniform, [9, 5], dtype=torch.float32)
+    backend = make("reference", config, group, spare_slots=1)
+    with pytest.raises(FlashMoEError) as caught:
+        results(backend, inputs, "each", adapts="fc1")
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(

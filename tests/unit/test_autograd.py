@@ -32,10 +32,10 @@ class WatchedBackend(ReferenceBackend):
             self.saved_rows.append(weakref.ref(saved.rows.untyped_storage()))
         return out, saved
 
-    def backward(self, grad_out, *args):
+    def backward(self, grad_out, *args, **factors):
         assert grad_out.is_contiguous(), "a kernel reads rows of consecutive elements"
         self.num_backwards += 1
-        return super().backward(grad_out, *args)
+        return super().backward(grad_out, *args, **factors)
 
 
 class Layer:

@@ -31,7 +31,7 @@ from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry.record import LaunchRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
-from tests.unit import cases, records
+from tests.unit import additions, cases, records
 from tests.unit.separate import ROUTINGS, TOKENS, compare, oracle
 
 CONFIG = cases.make_config(num_ranks=4, num_experts=16, topk=4, max_tokens=40)
@@ -187,6 +187,19 @@ def test_more_tokens_than_one_launch_takes(
     for (forms, _), want in zip(found, oracle(config, inputs), strict=True):
         for got in forms:
             compare(got, want, torch.float32)
+
+
+def run_adapted(group: dist.ProcessGroup, inputs: cases.Inputs, options: dict[str, int]) -> Any:
+    backend = make_backend(group, CONFIG, 2, **options)
+    return additions.results(backend, inputs, "shared outer", adapts="fc1 fc2")
+
+
+@pytest.mark.parametrize("options", [{}, {"host_overlap": 2}], ids=str)
+def test_gradients_of_low_rank_additions(ranks: RankPool, options: dict[str, int]):
+    """Gradients of several launches add up."""
+    inputs = cases.make_inputs(CONFIG, cases.skewed, TOKENS[4], dtype=torch.float32)
+    for found in ranks.run(run_adapted, inputs, options):
+        additions.assert_alike(found)
 
 
 def run_in_parts(group: dist.ProcessGroup, *args: Any) -> Any:

@@ -9,6 +9,14 @@ other in one process, from the same seed. A line says tokens and model TFLOP/s o
 times the products of a forward, in which attention is causal in all layers; Megatron's formula
 counts so, also where most weights are frozen.
 
+With ``--turns FOLDER`` each way has a process of its own, where the GPU has memory for both. They
+build and warm up beside each other, and then train one after the other. A line says whether its
+way was alone on the GPU then, since a process waits for its turn only so long::
+
+    for way in flashmoe alltoall; do
+        torchrun --standalone -m tools.bench.bench_lora --dispatchers $way --turns runs/turns &
+    done; wait
+
 Wants Megatron-Core, Transformer Engine and ``megatron.bridge.peft``. Without a GPU, under stand-ins
 for Transformer Engine, ``--layers`` and the other sizes make it small.
 """
@@ -144,10 +152,55 @@ def build(shape: Shape, config: Any, adapters: str, rank: int, spec: Any = None)
     return model
 
 
+class Turns:
+    """A folder by which the processes of several ways to train take turns on one GPU.
+
+    Attributes:
+        is_alone: Whether no other way has been at work since this one's turn began.
+    """
+
+    def __init__(self, folder: Path | None, way: str, patience_s: float) -> None:
+        """Says which way this process trains; without a folder it waits for none."""
+        self._folder, self._way, self._patience_s = folder, way, patience_s
+        self.is_alone = True
+
+    def begin(self) -> None:
+        """Waits until all ways are warm, and those before this one are done, or loses patience."""
+        self._say("warm")
+        before = DISPATCHERS[: DISPATCHERS.index(self._way)]
+        wanted = [f"{one}.warm" for one in DISPATCHERS] + [f"{one}.done" for one in before]
+        end = time.monotonic() + self._patience_s
+        while not self._has(wanted) and time.monotonic() < end:
+            time.sleep(0.02)
+        self.is_alone = self._has(wanted)
+
+    def end(self) -> None:
+        """Lets the next way begin."""
+        self._say("done")
+
+    def _say(self, what: str) -> None:
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"{self._way}.{what}").touch()
+
+    def _has(self, names: list[str]) -> bool:
+        return self._folder is None or all((self._folder / name).exists() for name in names)
+
+
 def train(
-    model: Any, shape: Shape, *, iterations: int, micro_batches: int, lr: float = 1e-4
+    model: Any,
+    shape: Shape,
+    *,
+    iterations: int,
+    micro_batches: int,
+    lr: float = 1e-4,
+    warm: int = 0,
+    when_warm: Callable[[], object] = lambda: None,
 ) -> tuple[list[float], list[float]]:
-    """Trains the adapters; returns the loss and the seconds of each iteration."""
+    """Trains the adapters; returns the loss and the seconds of each iteration.
+
+    After ``warm`` iterations ``when_warm`` is called, whose time does not count.
+    """
     parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=lr, fused=HAS_GPU)
     generator = torch.Generator(device_here()).manual_seed(SEED)
@@ -156,8 +209,10 @@ def train(
     if not HAS_GPU:  # Megatron's local attention wants one
         mask = torch.ones(1, 1, shape.sequence, shape.sequence, dtype=torch.bool).triu(1)
     losses, seconds = [], []
-    for _ in range(iterations):
+    for iteration in range(iterations):
         synchronize()
+        if iteration == warm:
+            when_warm()
         begin = time.perf_counter()
         total = torch.zeros((), device=device_here())
         for _ in range(micro_batches):
@@ -178,21 +233,43 @@ def train(
     return losses, seconds
 
 
+def log_time(what: str) -> None:
+    """Prints what has been reached, with the seconds since this module was imported."""
+    log(f"{time.monotonic() - _START:.1f} s: {what}")
+
+
+_START = time.monotonic()
+
+
 def measure(options: argparse.Namespace, shape: Shape, dispatcher: str) -> dict[str, Any]:
     """Builds and trains one way; returns its figures."""
     more = {"moe_router_force_load_balancing": True} if options.forced else {}
     config = config_of(shape, dispatcher, **more)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
+    turns = Turns(options.turns, dispatcher, options.patience)
+
+    def when_warm() -> None:
+        log_time(f"{dispatcher} is warm")
+        turns.begin()
+
     model = build(shape, config, options.adapters, options.rank)
+    log_time(f"{dispatcher} is built")
     losses, seconds = train(
-        model, shape, iterations=options.iterations, micro_batches=options.micro_batches
+        model,
+        shape,
+        iterations=options.iterations,
+        micro_batches=options.micro_batches,
+        warm=options.warm,
+        when_warm=when_warm,
     )
+    turns.end()
     counted = seconds[options.warm :]
     median = statistics.median(counted)
     tokens = options.micro_batches * shape.sequence
     figures = {
         "dispatcher": dispatcher,
+        "alone": turns.is_alone,
         "tokens_per_s": round(tokens / median),
         "tflops": round(tokens * shape.flops_of_a_token / median / 1e12, 1),
         "seconds": [round(each, 4) for each in seconds],
@@ -221,6 +298,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--iterations", type=int, default=8)
     add("--warm", type=int, default=3, help="the first iterations, which do not count")
     add("--micro-batches", type=int, default=16, help="of one sequence, in an iteration")
+    add("--turns", type=Path, metavar="FOLDER", help="empty; by which processes take turns")
+    add("--patience", type=float, default=600, metavar="S", help="most seconds until a turn")
     add("--forced", action="store_true", help="Megatron's random routing, the same for all experts")
     for name, default in vars(Shape()).items():
         add(f"--{name}", type=int, default=default)
@@ -231,6 +310,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: wanted 1 or more")
     if options.warm >= options.iterations:
         parser.error(f"--warm {options.warm}: wanted less than --iterations {options.iterations}")
+    if options.turns is not None and len(options.dispatchers) > 1:
+        parser.error("--turns: wanted one of --dispatchers in each process")
+    if options.turns is not None and [*options.turns.glob(f"{options.dispatchers[0]}.*")]:
+        parser.error(f"--turns {options.turns}: wanted a folder without files of an earlier run")
     return options
 
 

@@ -118,19 +118,6 @@ int launch(const void* function,
     return check_cuda(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
-// A stage takes longer to gather than by TMA, by a fixed share of its time, and a row that is
-// copied is written once. Both are in proportion to the hidden size, so what decides is how many
-// tiles read a row: at four, gathering takes 2 to 5 % less of a forward than copying, at seven 6 %
-// more.
-constexpr int kMostReads = 4;
-
-// True if a forward reads rows where tokens have them: a rank that is alone can, if no backward
-// will want a copy of them.
-bool gathers(const FlashMoEProblem* p, const FlashMoELaunch* launch) {
-    return not kIsFp8 and p->num_ranks == 1 and launch->preact == nullptr and
-           forward_tiles(p) <= kMostReads;
-}
-
 // True if a backward reads rows of dY where tokens have them: GEMM0 does, and fc2's gradient, in as
 // many tiles. Transposed weights make them the operand that a pair of tiles shares there, which
 // threads cannot copy.
@@ -414,7 +401,7 @@ int set_weight_grads(const FlashMoEProblem* p,
               {&product[0].right, args->act, s.intermediate},
               {&product[1].left, args->dpre, s.fc1_rows()},
               {&product[1].right, static_cast<char*>(launch->rows), s.hidden}}) {
-            if (matrix == nullptr) continue;  // frozen weights, or rows of dY that no pass copies
+            if (matrix == nullptr) continue;  // frozen weights, or tokens that are gathered
             FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
         }
     }
@@ -423,7 +410,12 @@ int set_weight_grads(const FlashMoEProblem* p,
             std::swap(each.left, each.right);
             std::swap(each.num_out, each.num_in);
         }
+    } else if (launch->x != nullptr) {  // which is gathered as the left operand
+        std::swap(product[1].left, product[1].right);
+        std::swap(product[1].num_out, product[1].num_in);
+        product[1].is_turned = true;
     }
+    args->tokens = static_cast<const char*>(launch->x);
     return FLASHMOE_OK;
 }
 
@@ -486,6 +478,7 @@ int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     for (const bool is_backward : {false, true}) {
         sizes->scratch_block_bytes[is_backward] =
             scratch_at(problem, nullptr, 1, is_backward).bytes;
+        sizes->reads_tokens[is_backward] = reads_tokens(problem, is_backward);
     }
     return FLASHMOE_OK;
 }
@@ -550,7 +543,9 @@ int forward(const FlashMoEProblem* problem,
     if (not is_planned) {
         set_routing(problem, input, uint32_t(launch_args->num_row_blocks), &args);
     }
-    if (gathers(problem, launch_args)) args.row_access = RowAccess::kInPlace;
+    if (launch_args->rows == nullptr and reads_tokens(problem, false)) {
+        args.row_access = RowAccess::kInPlace;
+    }
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     if (input->is_settled) {  // replicas have their weights, also where the plan exists
         FLASHMOE_SET_SLOT_FIELD(args.uses_settled, true);

@@ -9,8 +9,8 @@
  *
  * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward; or flashmoe_forward alone,
  * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
- * received rows were not kept. Each plan, each backward and each flashmoe_settle takes the next
- * epoch, a gather the next two.
+ * received rows were not kept and it does not read tokens. Each plan, each backward and each
+ * flashmoe_settle takes the next epoch, a gather the next two.
  *
  * Structs and versions. A struct that a caller fills in begins with struct_size, which the caller
  * sets to sizeof(the struct) of the header that it was compiled with. The library refuses any other
@@ -139,6 +139,9 @@ typedef struct {
     uint64_t row_block_bytes;        /* received rows */
     uint64_t preact_block_bytes;     /* pre-activations */
     uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward */
+    /* 1 for a forward, and for a backward, that can do without received rows: without a buffer for
+     * them its products read tokens where they are. */
+    uint32_t reads_tokens[2];
 } FlashMoESizes;
 
 /* Memory of one expert-parallel group, shared by all its layers. */
@@ -262,15 +265,18 @@ typedef struct {
                                 fc1's biases [fc1_rows], then to fc2's [hidden]; or NULL */
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
                          or by flashmoe_gather, read by a backward for fc1's gradients; NULL if it
-                         computes none of them, neither of local experts nor in spare slots. In FP8
-                         a row has a byte for each value, then a float32 scale for each 128 of them,
-                         then zeros up to a multiple of 16 bytes */
+                         computes none of them, neither of local experts nor in spare slots, or in
+                         a forward that reads tokens (FlashMoESizes). In FP8 a row has a byte for
+                         each value, then a float32 scale for each 128 of them, then zeros up to a
+                         multiple of 16 bytes */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its
                          backward; NULL if none will follow */
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the
                          launch */
     void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
     void* grad_probs; /* [num_tokens, grad_columns], as probs; backward only */
+    const void* x;    /* backward only: the forward's, if its rows were not kept and the backward
+                         reads tokens (FlashMoESizes); else NULL */
 } FlashMoELaunch;
 
 /* Collective. The first half of a forward whose host wants to know the number of rows before it

@@ -67,7 +67,7 @@ CLUSTER_SIZE = 2
 
 @dataclass
 class SavedForward:
-    """A forward's state for its backward: received rows, or the tokens to fetch them from."""
+    """A forward's state for its backward: received rows, or the tokens to read in their place."""
 
     plan: torch.Tensor
     rows: torch.Tensor | None
@@ -97,7 +97,7 @@ class PendingForward:
 class _Buffers(NamedTuple):
     """Memory that the launch of a layer writes to, except its plan."""
 
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     preact: torch.Tensor | None
     scratch: torch.Tensor
     out: torch.Tensor
@@ -234,7 +234,7 @@ class KernelBackend(Backend):
             # A rank without room for them can still tell the others.
             buffers = None
             if bound is not None:
-                buffers = self._make_buffers(bound, given.x, training=given.training)
+                buffers = self._make_buffers(bound, given, training=given.training)
             pending = self._begin(given, bound)
         if together.void is not None:
             return self._end(together.void, given)
@@ -420,14 +420,24 @@ class KernelBackend(Backend):
         self.hooks.run("after", "dispatch", shown, call)
         self.hooks.run("after", "padding", shown, call)
 
-    def _make_buffers(self, num_row_blocks: int, x: torch.Tensor, *, training: bool) -> _Buffers:
+    def _make_buffers(self, num_row_blocks: int, given: Given, *, training: bool) -> _Buffers:
         sizes = self._sizes
+        has_rows = (
+            not sizes.reads_tokens[False]
+            or (training and self._keeps_rows(given))
+            or self.hooks.has("dispatch", "padding")
+        )
         return _Buffers(
-            rows=self._empty(num_row_blocks * sizes.row_block_bytes),
+            rows=self._empty(num_row_blocks * sizes.row_block_bytes) if has_rows else None,
             preact=self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None,
             scratch=self._empty(num_row_blocks * sizes.scratch_block_bytes[False]),
-            out=torch.empty_like(x),
+            out=torch.empty_like(given.x),
         )
+
+    def _keeps_rows(self, given: Given) -> bool:
+        """Returns whether a forward for training keeps rows: for gradients of fc1."""
+        # The experts in spare slots may be trained on other ranks.
+        return self.keep != "preactivations" and (given.trains_fc1 or self.spare_slots > 0)
 
     def _begin(self, given: Given, num_row_blocks: int | None) -> PendingForward:
         plan = self._empty(self._sizes.plan_bytes)
@@ -471,7 +481,7 @@ class KernelBackend(Backend):
             router = None  # it has run in the plan
         with self.memory.promised:
             if buffers is None:
-                buffers = self._make_buffers(blocks, given.x, training=training)
+                buffers = self._make_buffers(blocks, given, training=training)
             rows, preact, scratch, out = buffers
             ops.forward(
                 pending.plan,
@@ -487,15 +497,14 @@ class KernelBackend(Backend):
                 *_addresses(problem, pending.group),
                 *ops.arguments(given, router, is_settled=pending.is_settled),
             )
-        if self.hooks.has("dispatch", "padding"):
+        if rows is not None and self.hooks.has("dispatch", "padding"):
             self._show_rows(rows, blocks, given.layer)
         if preact is None:
             return out, self._header_of(pending.plan) if given.followed else None
         fetches = self.keep == "preactivations"
         saved = SavedForward(
             plan=pending.plan,
-            # The experts in spare slots may be trained on other ranks.
-            rows=rows if not fetches and (given.trains_fc1 or self.spare_slots) else None,
+            rows=rows if self._keeps_rows(given) else None,
             # All ranks fetch rows again, though one may not need them.
             x=given.x if fetches and (given.trains_fc1 or self.config.num_ranks > 1) else None,
             preact=preact,
@@ -542,6 +551,8 @@ class KernelBackend(Backend):
                 grad_out = grad_out.clone()
             tables = self._use_weights(weights)
             check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
+            if saved.x is not None:  # which hooks on saved tensors may have moved
+                check_kernel_tensor("x of the forward", saved.x, self.device, self._dtype)
             try:
                 written, table = self._use_grads(grads)
                 is_void = False
@@ -555,10 +566,11 @@ class KernelBackend(Backend):
             self.memory.settled_for = None
             addresses = _addresses(problem, self.memory.open())
             number = self.memory.early_fc2.next_backward()
-            blocks, rows = saved.num_row_blocks, saved.rows
-            if saved.x is not None:
+            blocks, rows, x = saved.num_row_blocks, saved.rows, saved.x
+            if x is not None and not self._sizes.reads_tokens[True]:
                 rows = self._empty(blocks * self._sizes.row_block_bytes)
-                ops.gather(saved.x, saved.plan, rows, blocks, *addresses)
+                ops.gather(x, saved.plan, rows, blocks, *addresses)
+                x = None
             dtype, accumulate = written.form or (self._dtype, False)
             scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
             grad_x = torch.empty_like(grad_out)
@@ -571,6 +583,7 @@ class KernelBackend(Backend):
                 tables.maps,
                 tables.biases,
                 rows,
+                x,
                 saved.preact,
                 scratch,
                 grad_x,

@@ -154,6 +154,7 @@ class FlashMoESizes(_Sized):
             "grad_table_bytes row_block_bytes preact_block_bytes",
         ),
         (ctypes.c_uint64 * 2, "scratch_block_bytes"),
+        (ctypes.c_uint32 * 2, "reads_tokens"),
     )
 
 
@@ -251,7 +252,7 @@ class FlashMoELaunch(_Sized):
     _fields_ = _fields(
         (ctypes.c_uint32, "struct_size"),
         (ctypes.c_int32, "num_row_blocks num_tokens grad_probs_dtype layer grad_columns"),
-        (ctypes.c_void_p, "plan weight_maps biases rows preact scratch out grad_probs"),
+        (ctypes.c_void_p, "plan weight_maps biases rows preact scratch out grad_probs x"),
     )
 
 

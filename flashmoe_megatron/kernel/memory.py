@@ -40,13 +40,14 @@ class MemoryPlan:
         kept: What one forward keeps for its backward: the plan, the received rows and the
             pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
         forward: The further bytes of a forward that a backward follows, while it runs: activations
-            and results of all rows, and rows that are not kept. A forward that keeps the inputs
+            and results of all rows, and rows that are not kept, unless tokens are read in their
+            place, as narrow experts of one rank alone do. A forward that keeps the inputs
             alone does not count the rows first: its buffers are for the most that there can be, if
             that is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
             and results of all rows, partial sums of the probabilities' gradient, and what was not
             kept. One rank alone receives no gradients of narrow experts, but where their weights
-            are transposed, which this does not count.
+            are transposed, which this does not count, and reads their tokens in place of rows.
         forward_out: The forward's output.
         backward_out: The gradients of tokens and of float32 probabilities.
         num_row_blocks: Blocks of 128 received rows, pad rows included, that ``kept``, ``forward``
@@ -96,7 +97,8 @@ def transient_blocks(sizes: bindings.FlashMoESizes) -> int | None:
 
 def _transient_block_bytes(sizes: bindings.FlashMoESizes) -> int:
     """The bytes of a forward that keeps nothing, for each block of rows."""
-    return int(sizes.row_block_bytes) + int(sizes.scratch_block_bytes[False])
+    rows = 0 if sizes.reads_tokens[False] else int(sizes.row_block_bytes)
+    return rows + int(sizes.scratch_block_bytes[False])
 
 
 def plan_memory(
@@ -144,7 +146,8 @@ def plan_memory(
         kept = plan + rows + preact
     elif keep == "preactivations":
         kept = plan + preact
-        forward, backward = forward + rows, backward + rows
+        forward = num_row_blocks * _transient_block_bytes(sizes)
+        backward += 0 if sizes.reads_tokens[True] else rows
     else:
         kept = 0
         again = plan + rows + preact + max(forward + out, backward + grads)

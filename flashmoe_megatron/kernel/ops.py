@@ -26,7 +26,7 @@ _INPUT = (
 )
 for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
-    "forward(Tensor(a!) plan, Tensor weight_maps, Tensor? biases, Tensor(b!) rows,"
+    "forward(Tensor(a!) plan, Tensor weight_maps, Tensor? biases, Tensor(b!)? rows,"
     " Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
     f" bool is_planned, int layer, int problem, int group, {_INPUT}) -> ()",
     "settle(Tensor route_counts, Tensor? weight_maps, Tensor? biases, int problem, int group)"
@@ -34,7 +34,7 @@ for _schema in (
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
     " -> ()",
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor? rows,"
-    " Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
+    " Tensor? x, Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
     " Tensor grad_table, int num_row_blocks, int grads_dtype, bool accumulate, int number,"
     " int layer, int problem, int group) -> ()",
 ):
@@ -143,7 +143,7 @@ def _forward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
-    rows: torch.Tensor,
+    rows: torch.Tensor | None,
     preact: torch.Tensor | None,
     scratch: torch.Tensor,
     out: torch.Tensor,
@@ -188,6 +188,7 @@ def _backward(
     weight_maps: torch.Tensor,
     biases: torch.Tensor | None,
     rows: torch.Tensor | None,
+    x: torch.Tensor | None,
     preact: torch.Tensor,
     scratch: torch.Tensor,
     grad_x: torch.Tensor,
@@ -201,7 +202,7 @@ def _backward(
     problem: int,
     group: int,
 ) -> None:
-    tensors = plan, weight_maps, biases, rows, preact, scratch, grad_x, grad_probs
+    tensors = plan, weight_maps, biases, rows, preact, scratch, grad_x, grad_probs, x
     dtype, columns = _DTYPES[grad_probs.dtype], grad_probs.shape[1]
     launch = _launch(num_row_blocks, grad_out.shape[0], dtype, layer, columns, *tensors)
     addresses = grad_out.data_ptr(), grad_table.data_ptr()

@@ -119,8 +119,12 @@ def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> Non
     assert (apart < rows * config.hidden * 2) == (copied < config.hidden and blocks > 0)
     lean = plan_memory(config, num_row_blocks=blocks, keep="preactivations")
     received = rows * config.hidden * 2
-    assert (some.kept - lean.kept, lean.forward - some.forward) == (received, received)
-    assert lean.backward - some.backward == received
+    # Their passes read tokens where they are if no rows are kept, but for some backwards.
+    copied, fetched = (
+        0 if config.num_ranks == 1 and config.fc1_rows <= most else received for most in (1024, 768)
+    )
+    assert (some.kept - lean.kept, lean.forward - some.forward) == (received, copied)
+    assert lean.backward - some.backward == fetched
     least = plan_memory(config, num_row_blocks=blocks, keep="inputs")
     assert least.kept == 0
     assert least.backward >= some.kept + some.backward

@@ -215,7 +215,8 @@ def _count(choices: Choices) -> int:
 
 
 def _launch(choices: Choices) -> Any:
-    pointers = [name for name, kind in bindings.FlashMoELaunch._fields_ if kind is ctypes.c_void_p]
+    kinds = dict(bindings.FlashMoELaunch._fields_)
+    pointers = [name for name, kind in kinds.items() if kind is ctypes.c_void_p and name != "x"]
     return _struct(
         choices,
         arena().launch,
@@ -226,6 +227,7 @@ def _launch(choices: Choices) -> Any:
             "grad_probs_dtype": _int32(choices.number()) if choices.flag() else 1,
             **{name: _pointer(choices) for name in pointers},
             "grad_columns": _count(choices),
+            "x": _pointer(choices) if choices.flag() else None,
         },
     )
 
@@ -426,6 +428,8 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     workspace += fields["num_experts"] + ranks * spare if spare else 0
     # Narrow experts of a rank that is alone read rows of dY where tokens have them.
     copies_grads = bool(ranks > 1 or fields["is_transposed"] or width > 512)
+    is_alone = ranks == 1 and not in_fp8
+    reads_tokens = [is_alone and fc1_rows <= 1024, is_alone and fc1_rows <= 768 and not spare]
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": (128 + 8 if in_fp8 else 2 * 128) * matrices * slots
@@ -440,6 +444,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
             + -(-width // 256) * 128 * 4,
         ],
         "workspace_bytes": 4 * workspace,
+        "reads_tokens": list(map(int, reads_tokens)),
     }
     for name, want in exact.items():
         got = getattr(sizes, name)

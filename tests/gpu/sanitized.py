@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import TILE_M
+from flashmoe_megatron.config import KEEPS, TILE_M
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.kernel import ops
 from tests.gpu import steps
@@ -42,13 +42,14 @@ def zero_what_copies_write() -> None:
 
     def zeroed_forward(*given: Any) -> None:
         _plan, _maps, _biases, rows, _preact, scratch, out, num_blocks, *_ = given
-        rows.zero_()
+        if rows is not None:
+            rows.zero_()
         zero_rows(scratch, num_blocks, out.shape[1], 1)  # results
         out.zero_()
         forward(*given)
 
     def zeroed_backward(*given: Any) -> None:
-        *_, scratch, grad_x, _grad_probs, _table, num_blocks = given[:11]
+        *_, scratch, grad_x, _grad_probs, _table, num_blocks = given[:12]
         zero_rows(scratch, num_blocks, grad_x.shape[1], 2)  # results, and received gradients
         grad_x.zero_()
         backward(*given)
@@ -69,13 +70,15 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.zeroed:
         zero_what_copies_write()
-    for num_ranks in options.ranks:
+    # One rank reads its tokens in place of rows that it does not keep.
+    runs = [(ranks, keep) for ranks in options.ranks for keep in KEEPS[: 2 if ranks == 1 else 1]]
+    for num_ranks, keep in runs:
         config = make_config(
             num_ranks, hidden=128, intermediate=INTERMEDIATE, num_experts=4, topk=2, max_tokens=160
         )
         inputs = steps.make_inputs(config, cases.with_dropped_tokens, TOKENS[num_ranks])
         weights = steps.weights_of(config, inputs)
-        layer = VirtualLayer(config, is_guarded=False, timeout_s=options.timeout)
+        layer = VirtualLayer(config, is_guarded=False, timeout_s=options.timeout, keep=keep)
         # Instrumented kernels need more of everything: a small grid is enough to be in step.
         for backend in layer.backends:
             backend.num_ctas = min(backend.num_ctas, 8)
@@ -90,9 +93,11 @@ def main(arguments: list[str]) -> int:
         torch.cuda.synchronize()
         finite = all(bool(tensor.isfinite().all()) for tensor in vars(got).values())
         if not finite:
-            print(f"ranks {num_ranks}: not finite", flush=True)
+            print(f"ranks {num_ranks}, keep {keep}: not finite", flush=True)
             return 1
-        print(f"ranks {num_ranks}: ran in {time.monotonic() - start:.1f} s", flush=True)
+        print(
+            f"ranks {num_ranks}, keep {keep}: ran in {time.monotonic() - start:.1f} s", flush=True
+        )
     return 0
 
 

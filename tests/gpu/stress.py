@@ -133,6 +133,7 @@ class Way:
     training: bool
     bounded: bool  # one launch that plans for itself
     ahead: bool = False  # replicas are settled on before
+    keeps_rows: bool = True  # else a rank that is alone reads tokens, or fetches rows
 
 
 def phases(
@@ -145,6 +146,8 @@ def phases(
     """
     inputs, weights = scenario.inputs, scenario.weights[rank]
     given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
+    if scenario.config.num_ranks == 1:
+        backend.keep = "all" if way.keeps_rows else "preactivations"
     if way.ahead:
         backend.settle(scenario.foreseen[rank], lambda: weights, layer=0)
         yield
@@ -282,7 +285,8 @@ def schedule(seed: int, *, looks_ahead: bool) -> Iterator[tuple[int, Way, bool]]
         training = is_new or draw.randrange(EVALUATION_EVERY) != 0
         on_nan = not is_new and step % NAN_EVERY == NAN_EVERY - 1
         bounded, ahead = draw.random() < 0.4, looks_ahead and draw.random() < 0.7
-        yield scenario, Way(training, bounded, ahead), on_nan
+        keeps_rows = draw.random() < 0.5
+        yield scenario, Way(training, bounded, ahead, keeps_rows), on_nan
 
 
 def check_first(scenario: Scenario, got: list[Values], rank: int | None = None) -> None:

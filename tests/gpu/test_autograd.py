@@ -113,7 +113,7 @@ def test_a_thread_may_begin_with_the_library():
 @pytest.mark.parametrize(
     ("keep", "launches"),
     [
-        ("preactivations", [("forward", 1), ("backward", 4)]),  # a gather takes two epochs
+        ("preactivations", [("forward", 1), ("backward", 2)]),  # it reads tokens, and fetches none
         ("inputs", [("forward", 1), ("forward", 2), ("backward", 3)]),
     ],
 )

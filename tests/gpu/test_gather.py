@@ -13,8 +13,8 @@ from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
 
-NARROW, WIDE, WIDEST = 512, 640, 1088
-"""FFN widths of four tiles of a gated fc1, of five, and of more than rows are read in place for."""
+NARROWER, NARROW, WIDE, WIDEST = 384, 512, 640, 1088
+"""FFN widths of three tiles of a gated fc1, of four, of five, and of too many to read in place."""
 
 
 @pytest.mark.parametrize("intermediate", [192, NARROW, WIDE])
@@ -65,6 +65,58 @@ def test_gathered_rows_of_a_gradient_give_the_bits_of_copies(
         layer.check_guards()
     for got in results[1:]:
         steps.assert_same_bits(got, results[0])
+
+
+@pytest.mark.parametrize("accumulated", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize("grads_are_rounded", [False, True], ids=["fp32", "rounded"])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"), [(192, 192), (256, NARROWER), (448, 320), (256, NARROW)]
+)
+@pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_steps_that_read_tokens_give_the_bits_of_copied_rows(
+    dtype: torch.dtype,
+    transposed: bool,
+    hidden: int,
+    intermediate: int,
+    grads_are_rounded: bool,
+    accumulated: bool,
+):
+    """In the backward fc1's gradient is computed as its transpose, and turned round."""
+    config = make_config(
+        1, gated=True, activation=Activation.SILU, hidden=hidden, intermediate=intermediate
+    )
+    inputs = steps.make_inputs(config, cases.with_empty_experts, TOKENS[1], dtype=dtype)
+    weights = steps.weights_of(config, inputs, transposed=transposed)
+    results = []
+    for keep in ("all", "preactivations", "preactivations"):
+        layer = VirtualLayer(config, keep=keep)
+        grads = steps.make_grads(
+            layer,
+            weights,
+            dtype=dtype if grads_are_rounded else torch.float32,
+            initial=1.0 if accumulated else None,
+        )
+        results.append(steps.step(layer, inputs, weights, grads))
+        torch.cuda.synchronize()
+        layer.check_guards()
+    for got in results[1:]:
+        steps.assert_same_bits(got, results[0])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("intermediate", [192, NARROWER, NARROW, WIDE])
+def test_who_reads_tokens_fetches_no_rows_again(intermediate: int, gated: bool):
+    config = make_config(1, gated=gated, activation=Activation.SILU, intermediate=intermediate)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualLayer(config, keep="preactivations")
+    steps.step(layer, inputs, weights)
+    before = layer.group.memories[0].epoch
+    steps.step(layer, inputs, weights)
+    # A forward and a backward take an epoch each, and a gather two.
+    reads = intermediate * (1 + gated) <= 768
+    assert layer.group.memories[0].epoch == before + (2 if reads else 4)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 191, 193, 300])
@@ -119,6 +171,10 @@ def test_only_narrow_experts_gather(intermediate: int, gathers: bool, transposed
 
     layer.forward(*arguments, training=False)
     assert (pads_made() == 0) == gathers
+    layer.backends[0].keep = "preactivations"
+    layer.forward(*arguments)
+    assert (pads_made() == 0) == gathers
+    layer.backends[0].keep = "all"
     forward = layer.forward(*arguments)
     assert pads_made() > 0
     steps.backward(layer, inputs, weights, forward)

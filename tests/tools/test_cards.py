@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.call import Given
 from flashmoe_megatron.doctor import attention
 from flashmoe_megatron.kernel import backend as kernel
 from flashmoe_megatron.kernel import bindings
@@ -291,7 +292,7 @@ def test_the_kernels_buffers_are_watched(tmp_path: Path, monkeypatch: pytest.Mon
     backend = object.__new__(kernel.KernelBackend)
     backend._sizes = bindings.FlashMoESizes()
     for blocks in (7, 5):
-        backend._make_buffers(blocks, torch.empty(1), training=True)
+        backend._make_buffers(blocks, Given(*[torch.empty(1)] * 3, True, True), training=True)
     assert watch.seen["row_blocks"] == 7
 
 

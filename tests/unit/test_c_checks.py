@@ -150,3 +150,63 @@ def test_fp8_has_no_backward_and_no_biases() -> None:
     assert status == bindings.BAD_ARGUMENT
     said = library.flashmoe_last_error().decode()
     assert said == "a backward of FP8 experts: wanted a forward without biases"
+
+
+BUFFERS = {"plan": 0x700000, "weight_maps": 0x400000, "scratch": 0x900000, "out": 0x800000}
+
+
+def group_of(problem: bindings.FlashMoEProblem) -> bindings.FlashMoEGroup:
+    return bindings.FlashMoEGroup(
+        heaps=(ctypes.c_void_p * 8)(*HEAPS),
+        workspace=0x100000,
+        mailbox=native.Mailbox(problem).address,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "intermediate", "can_do"),
+    [
+        (1, 384, (True, True)),
+        (1, 448, (True, False)),
+        (1, 512, (True, False)),
+        (1, 576, (False, False)),
+        (2, 384, (False, False)),
+    ],
+)
+def test_only_narrow_experts_of_one_rank_do_without_received_rows(
+    num_ranks: int, intermediate: int, can_do: tuple[bool, bool]
+) -> None:
+    """A forward, or a backward, without a buffer for them reads tokens; sizes say who can."""
+    config = cases.make_config(
+        num_ranks=num_ranks, num_experts=8, topk=2, intermediate=intermediate, gated=True
+    )
+    problem, sizes = native.problem_of(config), bindings.FlashMoESizes()
+    bindings.call("sizes", problem, sizes)
+    assert tuple(sizes.reads_tokens) == can_do
+    group, load = group_of(problem), bindings.load()
+    given = bindings.FlashMoEInput(num_tokens=4, x=0x500000, probs=0x400000, routing_map=0x600000)
+
+    def said(status: int) -> str:
+        return load.flashmoe_last_error().decode() if status == bindings.BAD_ARGUMENT else ""
+
+    launch = bindings.FlashMoELaunch(num_row_blocks=1, num_tokens=4, **BUFFERS)
+    forward = load.flashmoe_forward(*map(ctypes.byref, (problem, group, given, launch)), 0)
+    assert said(forward).startswith("" if can_do[0] else "rows is at ")
+    assert bool(said(forward)) != can_do[0]
+
+    def backward(**given: int) -> str:
+        launch = bindings.FlashMoELaunch(
+            num_row_blocks=1, num_tokens=4, preact=0x200000, grad_probs=0xC00000, **BUFFERS, **given
+        )
+        launch.grad_columns = 2
+        return said(
+            load.flashmoe_backward(
+                *map(ctypes.byref, (problem, group, launch)),
+                *(0xA00000, 0xB00000, bindings.FLOAT32, 0, 1),
+            )
+        )
+
+    refused = "x at 0x500000 of a launch that does not read tokens: wanted NULL"
+    assert backward(x=0x500000) == ("" if can_do[1] else refused)
+    assert backward(x=0x500000, rows=0xD00000) == refused
+    assert backward(x=0x500008).startswith("x is at 0x500008" if can_do[1] else refused[:5])

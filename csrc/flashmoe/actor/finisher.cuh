@@ -2,10 +2,10 @@
 // computes its next products, and signals to all that wait for the results.
 #pragma once
 
+#include "flashmoe/actor/finish_weight_grad.cuh"
 #include "flashmoe/moe/combine.cuh"
 #include "flashmoe/moe/expert.cuh"
 #include "flashmoe/moe/publish.cuh"
-#include "flashmoe/moe/weight_grads.cuh"
 #include "flashmoe/tile/handover.cuh"
 
 namespace flashmoe {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.gemm == TileInfo::kNoTile) break;
         if constexpr (Pass::kIsBackward) {
             if (is_weight_grad(tile)) {
-                finish_weight_grad(args, tile, handover, handover_cursor, processor, counted);
+                finish_weight_grad<Pass>(args, tile, handover, handover_cursor, processor, counted);
                 continue;
             }
         }

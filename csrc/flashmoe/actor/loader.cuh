@@ -264,12 +264,13 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
         [] {}, take, announce);
 }
 
-// The same for fc2's gradient where no rows of dY are copied. Scope: one warp.
+// The same where tokens are read in place of copied rows. Scope: one warp.
 template <class Ring, class Take, class Announce>
 __device__ __forceinline__ void stream_gathered_grad(const BackwardArgs& args,
                                                      const Ring& ring,
                                                      RingCursor<Ring::kNumStages>& cursor,
                                                      const TileInfo& tile,
+                                                     const char* tokens,
                                                      Take take,
                                                      Announce announce) {
     const WeightGradProduct& product = product_of(args, tile);
@@ -282,7 +283,7 @@ __device__ __forceinline__ void stream_gathered_grad(const BackwardArgs& args,
             load_right(product, tile, first_row, stage, full, k);
         },
         [&](auto& stage, int) {
-            gather_box(slabs, args.x, tile.m * BLOCK_M, args.shape.hidden, stage.a[0]);
+            gather_box(slabs, tokens, tile.m * BLOCK_M, args.shape.hidden, stage.a[0]);
         },
         [&] { slabs.advance(); }, take, announce);
 }
@@ -350,11 +351,9 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                     }
                     is_differentiated = true;
                     __syncwarp();
-                    if constexpr (Pass::kGathersGrads) {
-                        if (is_gathered(args, tile)) {
-                            stream_gathered_grad(args, ring, cursor, tile, take, announce);
-                            return;
-                        }
+                    if (const char* tokens = gathered_from(args, tile)) {
+                        stream_gathered_grad(args, ring, cursor, tile, tokens, take, announce);
+                        return;
                     }
                     if (auto own = cursor; cute::elect_one_sync()) {
                         stream_weight_grad(args, ring, own, tile, take, announce);

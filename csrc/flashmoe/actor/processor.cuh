@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashmoe/actor/loader.cuh"
+#include "flashmoe/moe/turned_grads.cuh"
 #include "flashmoe/tile/handover.cuh"
 #ifdef FLASHMOE_IN_FP8
 #include "flashmoe/tile/promoted.cuh"
@@ -100,20 +101,36 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
             const int64_t begin = Trace::now();
             // Uniform by construction, as ptxas wants the bounds of a main loop.
             const int num_k_blocks = __shfl_sync(~0u, weight_grad_k_blocks(args.plan, tile), 0);
-            const GradRows grad(args, tile, warpgroup * kProcessorWarps + warp);
+            const int of_tile = warpgroup * kProcessorWarps + warp;
             if (num_k_blocks == 0) {
-                store_no_weight_grad(args, grad);
+                if (is_turned<Pass>(args, tile)) {
+                    store_no_turned(args, TurnedGrad(args, tile, of_tile));
+                } else {
+                    store_no_weight_grad(args, GradRows(args, tile, of_tile));
+                }
                 continue;
             }
             using Grad = Mainloop<T, Major::MN, Major::MN>;
-            if (Pass::kGathersGrads and is_gathered(args, tile)) {
-                Grad::template run<Pass::kGathersGrads>(accumulator, ring, cursor, num_k_blocks,
-                                                        warpgroup, waited, args.watchdog);
+            if (gathered_from(args, tile) != nullptr) {
+                Grad::template run<true>(accumulator, ring, cursor, num_k_blocks, warpgroup, waited,
+                                         args.watchdog);
             } else {
                 Grad::template run<false>(accumulator, ring, cursor, num_k_blocks, warpgroup,
                                           waited, args.watchdog);
             }
             args.watchdog.trace.add(event_of(Span::kWeightGrad), tile.expert, begin);
+            if (is_turned<Pass>(args, tile)) {
+                handover_wait += wait_barrier<Waiter::kWarp>(
+                    args.watchdog, Wait::kProcessorHandover, room.empty, handover_cursor.parity());
+                if (leave_rounded(args, false)) {
+                    give_turned<T>(room, accumulator);
+                } else {
+                    store_turned<T>(args, tile, of_tile, room, accumulator);
+                }
+                handover_cursor.advance();
+                continue;
+            }
+            const GradRows grad(args, tile, of_tile);
             if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
                 // Ends copies of a spare slot's tile before: its finisher relies on it.
                 if constexpr (kHasReplicas) ptx::bulk_wait_complete();

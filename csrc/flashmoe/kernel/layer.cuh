@@ -40,10 +40,10 @@ struct BackwardPass {
     static constexpr bool kIsBackward = true, kGatedForward = false, kHasBias = false;
     static constexpr Major kMajorB = kTransposed ? Major::K : Major::MN;
     static constexpr int kWeightOfGemm0 = 1;  // fc2, then fc1
-    // Rows of dY are the left operand of fc2's gradient: each CTA of a pair reads its own. With
-    // transposed weights they are the right one, which both share, and threads of one CTA cannot
-    // copy to both.
-    static constexpr bool kGathersGrads = not kTransposed;
+    // Tokens that are gathered for fc1's gradient are the left operand. Each CTA of a pair reads
+    // its own, while both share the right one, and threads of one CTA cannot copy to both. Unless
+    // weights are transposed, the product is then the transpose of the gradient.
+    static constexpr bool kTurnsGrads = not kTransposed and not kHasReplicas;
     using FinishGemm0 = DifferentiateRows<T, kGated>;
 };
 

@@ -115,10 +115,11 @@ struct LayerArgs {
 
 // One of the two products of weight gradients, dW = left^T right over an expert's rows.
 struct WeightGradProduct {
-    CUtensorMap left;   // [row][out]
+    CUtensorMap left;   // [row][out], unless that is gathered
     CUtensorMap right;  // [row][in]
     int num_out;        // rows of the weight
     int num_in;         // columns of the weight
+    bool is_turned;     // the product is the gradient's transpose, and so are these
 };
 
 struct WeightGrads {
@@ -135,6 +136,7 @@ struct WeightGrads {
 
 struct BackwardArgs : LayerArgs {
     WeightGrads weight_grads;
+    const char* tokens;  // x of the forward, gathered for fc1's gradients; null: rows are read
 };
 
 // True if GEMM0 reads rows where tokens have them, as long as they are not copied.

@@ -53,10 +53,19 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
     return TileInfo::nothing(TileInfo::kNoTile);
 }
 
-// True if threads copy the left operand, and not TMA: for fc2's gradient it is dY, which is read
-// where its tokens lie unless a pass copies it.
-__device__ __forceinline__ bool is_gathered(const BackwardArgs& args, const TileInfo& tile) {
-    return args.row_access == RowAccess::kInPlace and tile.gemm == kFirstWeightGrad;
+// Where threads copy the left operand, and not TMA, from: for fc2's gradient it is dY, which is
+// read where its tokens lie unless a pass copies it, and for fc1's x, unless its rows were kept.
+// Else null.
+__device__ __forceinline__ const char* gathered_from(const BackwardArgs& args,
+                                                     const TileInfo& tile) {
+    if (tile.gemm == kFc1WeightGrad) return args.tokens;
+    return args.row_access == RowAccess::kInPlace ? args.x : nullptr;
+}
+
+// True if a tile is of the transpose of fc1's gradient.
+template <class Pass>
+__device__ __forceinline__ bool is_turned(const BackwardArgs& args, const TileInfo& tile) {
+    return Pass::kTurnsGrads and product_of(args, tile).is_turned;
 }
 
 // 0 for an expert without rows, whose gradient is zero.
@@ -256,46 +265,6 @@ __device__ __forceinline__ void count_fc2_grads(const BackwardArgs& args) {
         protocol::arrive<Atomics>(&args.workspace.tickets->fc2_grads_stored,
                                   kNumProcessors * gridDim.x, [&] { tell_fc2_grads(args); });
     }
-}
-
-// Sends the half of a tile that processors leave to it, in pieces over half the time of the next
-// tile, whose loads would have to wait for all that an SM sends at once. Scope: a finisher.
-__device__ __forceinline__ void finish_weight_grad(const BackwardArgs& args,
-                                                   const TileInfo& tile,
-                                                   const Handover& handover,
-                                                   RingCursor<1>& handover_cursor,
-                                                   int processor,
-                                                   CountedGrads& counted) {
-    constexpr int kPieces = kProcessorWarps * kHalfBlocks;
-    constexpr unsigned kBlockNs = 650;  // the time in which a block of K is multiplied
-    const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
-    if (num_k_blocks == 0) return;
-    const bool is_fc1 = tile.gemm == kFc1WeightGrad;
-    const bool counts_fc2 = not counted.fc2 and is_fc1;
-    const bool counts_slots =
-        kHasReplicas and not counted.in_slots and (is_fc1 or tile.expert < args.first_spare);
-    if (counts_fc2 or counts_slots) ptx::bulk_wait_complete();  // the last counted tile
-    GiveBack give_back;
-#pragma unroll 1
-    for (int warp = 0; warp < kProcessorWarps; ++warp) {
-        const WarpRoom room(handover, processor, warp);
-        wait_barrier<Waiter::kWarp>(args.watchdog, Wait::kFinisherRows, room.full,
-                                    handover_cursor.parity());
-        const GradRows grad(args, tile, processor * kProcessorWarps + warp);
-        if (leave_rounded(args, kHasReplicas and grad.are_spare(args))) {
-            send_rounded(grad, room.outputs);
-        } else if (args.weight_grads.dtype == Dtype::kFloat32 or
-                   (kHasReplicas and grad.are_spare(args))) {
-            send_half(args, grad, room.outputs, 1, num_k_blocks * kBlockNs / 2 / kPieces);
-        }
-        give_back.follow(room.empty);
-    }
-    if (counts_slots) count_slot_grads(args);
-    if (counts_fc2) count_fc2_grads(args);
-    counted.in_slots |= counts_slots;
-    counted.fc2 |= counts_fc2;
-    give_back.finish();
-    handover_cursor.advance();
 }
 
 // Writes zeros for an expert without rows, but not where there is none. Scope: a warp of a

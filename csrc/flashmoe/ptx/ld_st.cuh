@@ -197,8 +197,26 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_address, const uint32_
         : "memory");
 }
 
+// The same of the matrices' transposes.
+__device__ __forceinline__ void stmatrix_x4_turned(uint32_t smem_address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     smem_address),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void st_shared(uint32_t smem_address, float a) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_address), "f"(a) : "memory");
+}
 __device__ __forceinline__ void st_shared(uint32_t smem_address, float a, float b) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_address), "f"(a), "f"(b) : "memory");
+}
+
+// Adds to four floats in global memory, in the L2.
+__device__ __forceinline__ void add_float4(void* to, const float4& v) {
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v.x), "f"(v.y),
+                 "f"(v.z), "f"(v.w)
+                 : "memory");
 }
 
 __device__ __forceinline__ uint4 ld_shared(uint32_t smem_address) {

@@ -85,20 +85,20 @@ def number(what: str, *, least: float, most: float, metavar: str) -> Rule:
     return Rule(wanted, {"type": float, "metavar": metavar})
 
 
-def number_or_auto(what: str, *, least: float, most: float, metavar: str) -> Rule:
-    """A number in a range, which ``what`` describes, or the word "auto"."""
+def or_auto(rule: Rule) -> Rule:
+    """A number that a rule accepts, or the word "auto"."""
 
     def wanted(value: Any) -> str | None:
-        is_good = value == "auto" or is_number(value, least=least, most=most)
-        return None if is_good else f"wanted auto or {what}"
+        instead = None if value == "auto" else rule.wanted(value)
+        return f"{instead}, or auto" if instead else None
 
     def read(text: str) -> RowBound:
         try:
             return "auto" if text == "auto" else float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}: wanted auto or {what}") from None
+            raise argparse.ArgumentTypeError(f"{text!r}: {wanted(text)}") from None
 
-    return Rule(wanted, {"type": read, "metavar": metavar})
+    return Rule(wanted, {**rule.argparse, "type": read})
 
 
 def true_or_false() -> Rule:
@@ -163,6 +163,15 @@ def _degrees() -> Rule:
     return Rule(wanted, {"metavar": "DEGREE"})
 
 
+ROW_FACTOR = number(
+    f"a number of at least 1, at most {MAX_ROW_BOUND:g}",
+    least=1,
+    most=MAX_ROW_BOUND,
+    metavar="FACTOR",
+)
+"""A bound of rows where no training measures one."""
+
+
 def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
     """A field that is an option; a default of ``None`` makes ``None`` a good value.
 
@@ -202,12 +211,7 @@ class BackendOptions:
     )
     row_bound: RowBound | None = option(
         None,
-        number_or_auto(
-            f"a number of at least 1, at most {MAX_ROW_BOUND:g}",
-            least=1,
-            most=MAX_ROW_BOUND,
-            metavar="FACTOR",
-        ),
+        or_auto(ROW_FACTOR),
         "How many rows the buffers hold, as a multiple of the mean number of rows per rank. A "
         "rank that receives more raises an error, and nothing is ever dropped. With a bound the "
         "layer is one launch that the host never waits for, and a CUDA graph can capture it. auto, "

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, shape_of
-from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.config import got
+from flashmoe_megatron.options import ROW_FACTOR
 
 
 def parser_of(text: str | None, prog: str | None = None) -> argparse.ArgumentParser:
@@ -96,8 +96,7 @@ def share(text: str) -> float:
 def row_bound(text: str) -> float:
     """A factor that a backend accepts as its ``row_bound``; tools have no training to measure."""
     value = float(text)
-    try:
-        BackendOptions(row_bound=value)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error).replace("auto or ", "")) from None
+    wanted = ROW_FACTOR.wanted(value)
+    if wanted is not None:
+        raise argparse.ArgumentTypeError(f"{got('row_bound', value)}: {wanted}")
     return value

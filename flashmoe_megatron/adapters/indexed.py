@@ -1,15 +1,17 @@
 """The seat of experts that a framework calls with each token's choices as indices."""
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.adapters.experts import GroupBackends, LayerExperts
+from flashmoe_megatron.adapters.experts import GroupBackends, LayerExperts, shared_backends
 from flashmoe_megatron.adapters.held import Held, Holding
+from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.call import Backend, Together
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import unseen
@@ -100,7 +102,33 @@ def facts_of(shape: MoEConfig) -> dict[str, Any]:
     return {name: v.value if isinstance(v, enum.Enum) else v for name, v in facts.items()}
 
 
+@contextlib.contextmanager
+def outside_autocast(device: torch.device) -> Iterator[torch.dtype | None]:
+    """Switches autocast off within; gives the dtype that it computes in, or None if it is off."""
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with torch.autocast(kind, enabled=False):
+        yield dtype
+
+
 _Seat = TypeVar("_Seat", bound=IndexedExperts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Generic[_Seat]):
+    """How the experts of one module are read, and what applies them.
+
+    Attributes:
+        look: Finds what decides what they compute; cheap, for it is asked in every call.
+        shape: Reads the layer's shape; its ``max_tokens`` does not count.
+        weights: Reads this rank's experts for a seat; what it raises is raised on every rank.
+        make: Makes what applies experts of a shape, over these backends; collective.
+    """
+
+    look: Callable[[], Holding]
+    shape: Callable[[], MoEConfig]
+    weights: Callable[[_Seat], ExpertWeights | SplitWeights]
+    make: Callable[[MoEConfig, GroupBackends], _Seat]
 
 
 class KnownExperts(Generic[_Seat]):
@@ -122,62 +150,82 @@ class KnownExperts(Generic[_Seat]):
         self._seats: dict[Hashable, _Seat] = {}
         self._current: set[Hashable] = set()
 
-    def seat(
+    def apply(
         self,
-        key: Hashable,
+        reading: Reading[_Seat],
+        routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        *,
+        dtype: torch.dtype,
         group: dist.ProcessGroup | None,
-        look: Callable[[], Holding],
-        read_shape: Callable[[], MoEConfig],
-        make: Callable[[MoEConfig], _Seat],
-    ) -> _Seat:
-        """Gives what applies the experts now. The first time, collective over the group.
+        options: ModuleOptions,
+        is_training: bool,
+        more: Hashable = None,
+    ) -> torch.Tensor:
+        """Applies the experts to routed tokens. Collective over the group.
 
         Args:
-            key: Names a kind of call; experts are read separately for each kind.
-            group: The ranks that share the experts, ``None`` if there is one.
-            look: Gives what says what the experts compute, and refuses what would not be called.
-            read_shape: Reads what they compute. Neither is collective.
-            make: Makes what applies experts of a shape; collective over the group.
+            reading: How they are read.
+            routed: The tokens, their choices and routing weights, as :class:`IndexedExperts` takes.
+            dtype: The dtype of the computation; the result has that of the tokens.
+            group: The expert-parallel group, ``None`` if the module has all experts.
+            options: The program's.
+            is_training: Tells a step of training.
+            more: What else asks for another seat, on every rank in the same call.
 
         Raises:
             ConfigError: On every rank, if any rank's experts compute something that no backend
-                does, or the ranks' experts differ.
+                does, the ranks' experts differ, or those of several ranks have changed.
+            ShapeError: A tensor is not what the experts were made for.
         """
+        x, expert_idx, expert_weight = routed
+        key = x.device, expert_idx.shape[-1], dtype, group, more
+        seat = self._seat(key, reading, group, options, x.device)
+        seat.is_training = is_training
+
+        def checked() -> ExpertWeights | SplitWeights:
+            if Ranks(group).num_ranks > 1:
+                self._check_unchanged(seat, reading)
+            return reading.weights(seat)
+
+        return seat(x.to(dtype), expert_idx, expert_weight, checked).to(x.dtype)
+
+    def _seat(
+        self,
+        key: Hashable,
+        reading: Reading[_Seat],
+        group: dist.ProcessGroup | None,
+        options: ModuleOptions,
+        device: torch.device,
+    ) -> _Seat:
+        """Gives what applies the experts now. The first time, collective over the group."""
         ranks = Ranks(group)
         if (
             ranks.num_ranks == 1
             and self._held is not None
-            and self._held.change(look()) is not None
+            and self._held.change(reading.look()) is not None
         ):
             self._current.clear()
             self._held = None
         if key not in self._current:
             with unseen():
-                shapes = ranks.all(lambda: (look(), read_shape())[1], alike=facts_of)
+                shapes = ranks.all(lambda: (reading.look(), reading.shape())[1], alike=facts_of)
             known = self._seats.get(key)
             if known is None or known.locate()[0] != shapes[0]:
-                self._seats[key] = make(shapes[0])
+                backends = shared_backends(group, device, options, options.max_tokens)
+                self._seats[key] = reading.make(shapes[0], backends)
             if self._held is None:
-                self._held = Held(look(), self._ignored)
+                self._held = Held(reading.look(), self._ignored)
             self._current.add(key)
         return self._seats[key]
 
-    def check_unchanged(
-        self, seat: _Seat, look: Callable[[], Holding], read_shape: Callable[[], MoEConfig]
-    ) -> None:
-        """Refuses experts that compute something else than when :meth:`seat` gave their seat.
-
-        Not collective; only experts of several ranks do.
-
-        Raises:
-            ConfigError: They do, or no backend computes what they do.
-        """
+    def _check_unchanged(self, seat: _Seat, reading: Reading[_Seat]) -> None:
+        """Refuses experts that compute something else than when they got this seat."""
         assert self._held is not None
-        holding = look()
+        holding = reading.look()
         change = self._held.change(holding)
         if change is None:
             return
-        if read_shape() != seat.locate()[0]:
+        if reading.shape() != seat.locate()[0]:
             raise ConfigError(
                 f"{change[1]} of the experts is not what it was in their first call, and they "
                 f"compute something else; {self._way_out}"

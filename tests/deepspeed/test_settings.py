@@ -51,7 +51,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"flashmoe": {"enabled": True, "row_bound": 0.5}},
-        r"flashmoe\.row_bound is 0.5, wanted auto or a number of at least 1",
+        r"flashmoe\.row_bound is 0.5, wanted a number of at least 1",
     ),
     (
         {"flashmoe": {"enabled": True, "reserved_sms": -1}},

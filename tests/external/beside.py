@@ -1,9 +1,13 @@
 """Compares a model with our layers and one with Megatron's, on processes without GPUs."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from tests.wrapped_groups import FORMS, unwrapping
 
 SEQUENCE, VOCABULARY, LAYERS = 32, 128, 2
 TOLERANCE = 1e-5
@@ -69,3 +73,51 @@ def compare(fused: Any, stock: Any) -> tuple[float, float]:
     for got, want in pairs:
         assert abs(got - want) <= TOLERANCE * abs(want), pairs
     return pairs[0]
+
+
+@contextlib.contextmanager
+def wrapping(form: str) -> Iterator[Any]:
+    """Has Megatron hand out a wrapper of all ranks as its group of experts; gives the wrapper."""
+    from megatron.core import parallel_state
+
+    name = "_EXPERT_MODEL_PARALLEL_GROUP"
+    before = getattr(parallel_state, name)
+    wrapper = FORMS[form]([range(dist.get_world_size())])
+    setattr(parallel_state, name, wrapper)
+    try:
+        with unwrapping():
+            yield wrapper
+    finally:
+        setattr(parallel_state, name, before)
+
+
+def compare_over_sleeps(build: Callable[[bool], Any]) -> str:
+    """Compares models whose group of experts is a wrapper, before and after it sleeps.
+
+    Args:
+        build: Builds Megatron's own model if its argument is true, else one with our layers.
+
+    Raises:
+        AssertionError: Megatron has wrapped groups by itself, or a number is another.
+    """
+    from megatron.core import parallel_state
+
+    plain = parallel_state.get_expert_model_parallel_group()
+    assert type(plain).__module__.startswith("torch."), type(plain)
+    for form in FORMS:
+        with wrapping(form) as wrapper:
+            models = [build(is_stock) for is_stock in (False, True)]
+            assert all(layer.ep_group is wrapper for model in models for layer in layers(model))
+            backends: list[Any] = []
+            for sleeps in range(3):
+                if sleeps:
+                    dist.barrier()
+                    wrapper.destroy()
+                    wrapper.reload()
+                for model in models:
+                    model.zero_grad()
+                compare(*models)
+                backends += {each.flashmoe_routed_experts.backend for each in layers(models[0])}
+            assert len(backends) == 3, "a group that is made again has a backend of its own"
+            wrapper.destroy()
+    return f"{', '.join(FORMS)} of process groups, each destroyed and made again twice"

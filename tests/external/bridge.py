@@ -169,21 +169,26 @@ def prepare() -> None:
     """Imports Bridge as it is where a GPU and Transformer Engine are missing."""
     from examples import cpu_bridge
     from flashmoe_megatron.autoload import autoload
-    from tests.external.stand_ins import StandIns, say_installed
+    from tests.external.stand_ins import say_installed
 
     cpu_bridge.enable()
     autoload()  # as torch does where the package is installed
     say_installed("transformer-engine", "2.13.0")
-    # What is imported before the stand-ins knows that Transformer Engine is missing.
-    for module in ("gpt", "gpt.gpt_layer_specs"):
-        importlib.import_module(f"megatron.core.models.{module}")
-    for module in ("distributed", "optimizer", "transformer.moe.moe_layer"):
-        importlib.import_module(f"megatron.core.{module}")
-    sys.meta_path.append(StandIns(ABSENT))
-    sys.meta_path.insert(0, StandIns(BESIDE))
+    stand_in(ABSENT)
     logging.disable(logging.WARNING)
     importlib.import_module("megatron.bridge")
     importlib.import_module("megatron.bridge.training.model_load_save")
+
+
+def stand_in(absent: tuple[str, ...]) -> None:
+    """Imports Megatron, which then knows what is missing, and puts stand-ins in its place."""
+    from tests.external.stand_ins import StandIns
+
+    for module in ("models.gpt", "models.gpt.gpt_layer_specs", "distributed", "optimizer"):
+        importlib.import_module(f"megatron.core.{module}")
+    importlib.import_module("megatron.core.transformer.moe.moe_layer")
+    sys.meta_path.append(StandIns(absent))
+    sys.meta_path.insert(0, StandIns(BESIDE))
 
 
 def no_hub() -> None:

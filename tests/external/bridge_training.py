@@ -11,6 +11,7 @@ Megatron's local ones, on two ranks and in float32.
 """
 
 import argparse
+import fcntl
 import importlib
 import json
 import os
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from tests.external.beside import LOCAL, layers
-from tests.external.bridge import ABSENT, BESIDE, prepare
+from tests.external.bridge import ABSENT, prepare, stand_in
 from tests.external.stand_ins import StandIns
 
 ITERATIONS = 20
@@ -107,6 +108,7 @@ def recipe(sizes: Sizes, *, is_local: bool) -> Any:
         "expert_model_parallel_size": sizes.ranks,
         "sequence_parallel": False,
         "vocab_size": VOCABULARY,
+        "gradient_accumulation_fusion": False,  # it would need Apex
     }
     tokenizer = {
         "tokenizer_type": "NullTokenizer",
@@ -151,7 +153,17 @@ def make_local(config: Any) -> None:
     config.ddp.grad_reduce_in_fp32 = True
 
 
-def train(arm: str, answer: Path) -> None:
+def take_turn(folder: Path) -> Any:
+    """Waits until the other arm's job has ended or has not begun to train; holds what is returned.
+
+    Both import at once, which takes longer than the training; the memory of a GPU is for one.
+    """
+    held = open(folder / "turn", "w")  # noqa: SIM115  # closed when the process ends
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def train(arm: str, folder: Path) -> None:
     """Trains one arm in Bridge's loop, and writes its losses and times."""
     from flashmoe_megatron.autoload import autoload
 
@@ -161,8 +173,7 @@ def train(arm: str, answer: Path) -> None:
         prepare()
     else:
         autoload()  # as torch does where the package is installed
-        sys.meta_path.append(StandIns([name for name in ABSENT if name != "transformer_engine"]))
-        sys.meta_path.insert(0, StandIns(BESIDE))
+        stand_in(tuple(name for name in ABSENT if name != "transformer_engine"))
     config = recipe(ON_CPU if is_local else ON_GPU, is_local=is_local)
     named = config.model.moe_token_dispatcher_type
     if arm == "alltoall":
@@ -203,38 +214,43 @@ def train(arm: str, answer: Path) -> None:
             found["losses"].append(float(context.loss_dict["lm loss"]))
             found["grad_norms"].append(float(context.grad_norm))
 
+    is_first = int(os.environ["RANK"]) == 0  # the others wait for it where groups are made
+    held = take_turn(folder) if is_first else None
     pretrain(config, forward_step, callbacks=[Kept()])
-    if int(os.environ["RANK"]) == 0:
-        answer.write_text(json.dumps(found))
+    if is_first:
+        (folder / f"{arm}.json").write_text(json.dumps(found))
+        assert not held.closed
 
 
-def run(arm: str, folder: Path, ranks: int) -> dict[str, Any]:
-    """Runs one arm by torchrun; returns what it wrote.
+def start(arm: str, folder: Path, ranks: int) -> subprocess.Popen[bytes]:
+    """Starts one arm by torchrun, whose output goes to a file."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if arm == "alltoall":
+        environment.pop("FLASHMOE_REPLACES", None)
+    with open(folder / f"{arm}.log", "wb") as log:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc_per_node", str(ranks), "-m", __spec__.name),
+                *("--arm", arm, "--folder", str(folder)),
+            ],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def numbers_of(arm: str, job: subprocess.Popen[bytes], folder: Path) -> dict[str, Any]:
+    """Waits for an arm; returns what it wrote.
 
     Raises:
         AssertionError: The job failed; its last lines are on stderr.
     """
-    answer = folder / f"{arm}.json"
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if arm == "alltoall":
-        environment.pop("FLASHMOE_REPLACES", None)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node", str(ranks), "-m", __spec__.name),
-            *("--arm", arm, "--answer", str(answer)),
-        ],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    (folder / f"{arm}.log").write_text(done.stdout)
-    if done.returncode:
-        sys.stderr.write("\n".join(done.stdout.splitlines()[-80:]) + "\n")
-    assert done.returncode == 0, f"{arm}: exit status {done.returncode}"
-    return json.loads(answer.read_text())
+    if job.wait():
+        said = (folder / f"{arm}.log").read_text().splitlines()
+        sys.stderr.write("\n".join(said[-80:]) + "\n")
+    assert job.returncode == 0, f"{arm}: exit status {job.returncode}"
+    return json.loads((folder / f"{arm}.json").read_text())
 
 
 def compare(ours: dict[str, Any], stock: dict[str, Any], sizes: Sizes) -> str:
@@ -263,15 +279,15 @@ def compare(ours: dict[str, Any], stock: dict[str, Any], sizes: Sizes) -> str:
 def main(say: Callable[[str], object] = print) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arm", choices=("flashmoe", "alltoall"))
-    parser.add_argument("--answer", type=Path)
     parser.add_argument("--folder", type=Path, help="where logs and numbers are kept")
     given = parser.parse_args()
     if given.arm:
-        train(given.arm, given.answer)
+        train(given.arm, given.folder)
         return
     sizes = ON_GPU if torch.cuda.is_available() else ON_CPU
     folder = given.folder or Path(tempfile.mkdtemp())
-    stock, ours = (run(arm, folder, sizes.ranks) for arm in ("alltoall", "flashmoe"))
+    jobs = {arm: start(arm, folder, sizes.ranks) for arm in ("alltoall", "flashmoe")}
+    stock, ours = (numbers_of(arm, job, folder) for arm, job in jobs.items())
     versions = ", ".join(f"{name} {version}" for name, version in ours["versions"].items())
     say(f"{versions}: {compare(ours, stock, sizes)}")
     for name, each in (("alltoall", stock), ("flashmoe", ours)):

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.external.beside import LAYERS, LOCAL, VOCABULARY, compare, layers
+from tests.external.beside import LAYERS, LOCAL, VOCABULARY, compare, compare_over_sleeps, layers
 
 NUM_EXPERTS = 8
 TE = "transformer_engine"
@@ -161,7 +161,9 @@ def main(say: Callable[[str], object] = print) -> None:
     assert all(torch.equal(handed[0][name], handed[1][name]) for name in handed[0])
     of_experts = [name for name in handed[0] if ".experts." in name]
     assert len(of_experts) == LAYERS * NUM_EXPERTS * 3
+    slept = compare_over_sleeps(lambda is_stock: build(args, is_stock=is_stock))
     if is_first:
+        say(f"wrapped groups: {slept}")
         say(
             f"Qwen3-MoE: {len([*layers(models[0])])} layers of ours; loss {got:.6f} and alltoall's "
             f"{want:.6f}; {len(handed[0])} tensors for a rollout, {len(of_experts)} of experts"

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.external.beside import LAYERS, LOCAL, SEQUENCE, VOCABULARY, compare, layers
+from tests.external.beside import (
+    LAYERS,
+    LOCAL,
+    SEQUENCE,
+    VOCABULARY,
+    compare,
+    compare_over_sleeps,
+    layers,
+)
 
 SIZES = {
     "hidden_size": 128,
@@ -116,7 +124,9 @@ def main(say: Callable[[str], object] = print) -> None:
     handed = [handed_over(model, hugging_face) for model in models]
     assert handed[0] == handed[1]
     assert len(handed[0]) == LAYERS * 4 * 3
+    slept = compare_over_sleeps(lambda is_stock: build(hugging_face, is_stock=is_stock))
     if is_first:
+        say(f"wrapped groups: {slept}")
         say(
             f"Qwen3-MoE: {len([*layers(models[0])])} layers of ours; loss {got:.6f} and alltoall's "
             f"{want:.6f}; {len(handed[0])} matrices of experts for a rollout"

@@ -150,8 +150,8 @@ def run(experts: Any, implementation: str) -> list[torch.Tensor]:
     return [out.detach(), x.grad, weights.grad, *(each.grad for each in experts.parameters())]
 
 
-def described(shape: Any) -> str:
-    """Names the function between the projections as the page does."""
+def described(shape: Any, *, has_norm: bool) -> str:
+    """Names what experts compute between the projections and after them, as the page does."""
     words = [f"{shape.activation.value} {'with a gate' if shape.gated else 'without a gate'}"]
     if shape.clamp_value is not None:
         words.append("clamped")
@@ -159,6 +159,8 @@ def described(shape: Any) -> str:
         words.append("with an offset")
     if shape.is_softcapped:
         words.append("softcapped")
+    if has_norm:
+        words.append("and a norm after each expert")
     return ", ".join(words)
 
 
@@ -171,7 +173,7 @@ def found() -> dict[str, Any]:
     import transformers
 
     import flashmoe_megatron.transformers as door
-    from flashmoe_megatron.adapters.transformers.form import read_shape
+    from flashmoe_megatron.adapters.transformers.form import has_norm, read_shape
 
     door.configure(backend="reference", max_tokens=NUM_TOKENS)
     computed: dict[str, str] = {}
@@ -186,7 +188,7 @@ def found() -> dict[str, Any]:
         for want, got in zip(run(experts, "eager"), run(experts, "flashmoe"), strict=True):
             difference = float((want - got).abs().max() / want.abs().max())
             assert difference < TOLERANCE, f"{label} differs by {difference}"
-        computed[label] = described(shape)
+        computed[label] = described(shape, has_norm=has_norm(experts))
     return {"release": transformers.__version__, "computed": computed, "refused": refused}
 
 

@@ -36,6 +36,7 @@ def compare(
     out: Path,
     *options: str,
     ranks: int | None = None,
+    more: tuple[str, ...] = (),
 ) -> None:
     """Trains each kind of model in some loops, with a release or with the installed one.
 
@@ -45,6 +46,7 @@ def compare(
         out: A file for the program's records.
         *options: Further arguments of the program.
         ranks: Its ranks, if several share the experts.
+        more: What it trains in float32 besides.
     """
     folders = [] if release is None else [ROOT / "build" / f"transformers-{release}"]
     for folder in folders:
@@ -53,6 +55,7 @@ def compare(
     program = ("-m", "tests.frameworks.train_transformers", "--out", out, *options)
     run_python(*program, ranks=ranks, before=folders, HF_HUB_OFFLINE="1")
     wanted = {f"{kind} {loop}": limit for kind in KINDS for loop, limit in loops.items()}
+    wanted |= dict.fromkeys(more, FLOAT32)
     pairs = compare_noted(out, wanted)
     if release is not None:
         assert {fused["release"] for _, fused in pairs.values()} == {release}
@@ -66,7 +69,8 @@ def test_trainer_and_accelerate(release: str | None, tmp_path: Path) -> None:
 
 def test_expert_parallel(tmp_path: Path) -> None:
     loops = {"fsdp_size": FLOAT32, "tp_size": FLOAT32}
-    compare(FOLDERS[-1], loops, tmp_path / "records.jsonl", "--parallel", ranks=2)
+    out, more = tmp_path / "records.jsonl", ("muse_spark fsdp_size",)
+    compare(FOLDERS[-1], loops, out, "--parallel", ranks=2, more=more)
 
 
 class Experts(nn.Module):
@@ -192,6 +196,63 @@ def test_experts_that_are_no_stack_are_refused_by_name() -> None:
         read(experts)
 
 
+class NormedExperts(Experts):
+    """Experts with a norm after each."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.functional.silu)
+        self.has_post_expert_norm, self.post_expert_norm = True, nn.RMSNorm(64, eps=1e-6)
+        nn.init.normal_(self.post_expert_norm.weight, mean=1.0, std=0.5)
+
+    def forward(
+        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for token, (experts, weights) in enumerate(zip(top_k_index, top_k_weights, strict=True)):
+            for expert, weight in zip(experts.tolist(), weights, strict=True):
+                if expert >= 0:
+                    rows = self._apply_gate(x[token] @ self.gate_up_proj[expert].t())
+                    normed = self.post_expert_norm(rows @ self.down_proj[expert].t())
+                    out = out.index_add(0, torch.tensor([token]), weight * normed[None])
+        return out
+
+
+def test_a_norm_after_each_expert_is_the_modules_own() -> None:
+    from flashmoe_megatron.adapters.transformers import experts as adapter
+
+    experts, x = NormedExperts(), torch.randn(8, 64, requires_grad=True)
+    index = torch.stack([torch.arange(8) % 4, torch.arange(8) % 3 - 1], dim=1)
+    index[index[:, 0] == index[:, 1], 1] = -1
+    weights = torch.rand(8, 2, requires_grad=True)
+    leaves = [x, weights, *experts.parameters()]
+    calls = []
+    experts.post_expert_norm.register_forward_hook(lambda *_: calls.append(1))
+    want = experts(x, index, weights)
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+    calls.clear()
+    got = adapter.apply_experts(experts, x, index, weights)
+    grads = torch.autograd.grad(got.square().sum(), leaves)
+    assert calls == [1]
+    for one, other in zip([got, *grads], [want, *wanted], strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_a_bound_of_tokens_holds_for_normed_experts_too() -> None:
+    from flashmoe_megatron.adapters.transformers import experts as adapter
+
+    before = adapter._settings
+    try:
+        adapter.configure(max_tokens=8)
+        experts = NormedExperts()
+        call = torch.tensor([[0, 3]] * 9), torch.full((9, 2), 0.5)
+        adapter.apply_experts(experts, torch.randn(8, 64), *(each[:8] for each in call))
+        with pytest.raises(ShapeError, match=r"2 rows of a token.*configure\(max_tokens=9\)"):
+            adapter.apply_experts(experts, torch.randn(9, 64), *call)
+    finally:
+        adapter._settings = before
+        adapter._known.clear()
+
+
 def test_autocast_reaches_experts_in_a_seat_of_their_own() -> None:
     from flashmoe_megatron.adapters.transformers import experts as adapter
 
@@ -206,7 +267,7 @@ def test_autocast_reaches_experts_in_a_seat_of_their_own() -> None:
     assert torch.equal(found, want.float())
     assert not torch.equal(found, exact)
     seats = adapter._known[experts]._seats
-    assert {dtype for _, _, dtype, _ in seats} == {torch.float32, torch.bfloat16}
+    assert {dtype for _, _, dtype, *_ in seats} == {torch.float32, torch.bfloat16}
 
 
 def test_records_tell_evaluation() -> None:
@@ -223,13 +284,6 @@ def test_records_tell_evaluation() -> None:
         adapter.experts_forward(experts, x, idx, weight)
         (record,) = seat.backend.take_records()
         assert record.is_evaluation != is_training
-
-
-def test_norms_behind_experts_are_refused() -> None:
-    experts = Experts(nn.functional.silu)
-    experts.has_post_expert_norm = True
-    with pytest.raises(ConfigError, match="Experts normalizes what its experts return"):
-        read(experts)
 
 
 def test_a_module_keeps_no_trace() -> None:

@@ -78,12 +78,55 @@ def parallel() -> Iterator[Noted]:
                 yield f"{kind} {'+'.join(layout)}", experts, list(chain(*everyone))
 
 
+def normed() -> Iterator[Noted]:
+    """Experts with a norm after each, whose weight's gradient comes from both ranks' tokens."""
+    from transformers import MuseSparkTextConfig
+    from transformers.distributed import DistributedConfig
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkTextModel
+
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 64)
+    sizes |= dict.fromkeys(("moe_hidden_size", "moe_intermediate_size"), 64)
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = MuseSparkTextConfig(vocab_size=models.VOCABULARY, **sizes, **ids)
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        model = MuseSparkTextModel(config)
+        for name, parameter in model.named_parameters():
+            if "post_expert_norm" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    for experts, implementation in ((OWN, "all_to_all"), (FUSED, "flashmoe")):
+        layout = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
+        model = MuseSparkTextModel.from_pretrained(
+            folder[0], distributed_config=layout, dtype=torch.float32
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(STEPS):
+            drawn = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            rows = torch.randn(1, models.SEQUENCE, sizes["hidden_size"], generator=drawn)
+            out = model(inputs_embeds=rows).last_hidden_state
+            loss = (out * torch.linspace(-1, 1, out.shape[-1])).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        everyone: list[Any] = [None, None]
+        dist.all_gather_object(everyone, losses)
+        yield "muse_spark fsdp_size", experts, list(chain(*everyone))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parallel", action="store_true")
     args = parser.parse_args()
-    for noted in parallel() if args.parallel else alone():
+    for noted in chain(parallel(), normed()) if args.parallel else alone():
         note(args.out, *noted, release=transformers.__version__)
     if dist.is_initialized():
         dist.destroy_process_group()

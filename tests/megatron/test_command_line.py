@@ -108,7 +108,7 @@ def test_parser_without_the_dispatcher_flag_is_refused() -> None:
         ({"symmetric_memory": "nvls"}, "--flashmoe-symmetric-memory 'nvls'"),
         ({"timeout": 0.0}, "--flashmoe-timeout 0.0: wanted seconds above 0"),
         ({"reserved_sms": -1}, "--flashmoe-reserved-sms -1"),
-        ({"row_bound": 0.9}, "--flashmoe-row-bound 0.9: wanted auto or a number of at least 1"),
+        ({"row_bound": 0.9}, "--flashmoe-row-bound 0.9: wanted a number of at least 1"),
         ({"max_tokens": 0}, "--flashmoe-max-tokens 0"),
         ({"heap": 1}, "option 'heap' is unknown: wanted some of "),
     ],

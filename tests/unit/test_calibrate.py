@@ -87,7 +87,7 @@ def test_launches_that_warm_up_are_not_averaged() -> None:
         (None, [], "no ranks, wanted 2"),
         ("4", [], "4 ranks, wanted 2"),
         ("2", ["--iterations", "0"], "--iterations 0: wanted 1 to 80"),
-        ("2", ["--row-bound", "0.5"], "row_bound=0.5: wanted auto or a number of at least 1"),
+        ("2", ["--row-bound", "0.5"], "row_bound=0.5: wanted a number of at least 1"),
         ("2", ["--row-bound", "auto"], "--row-bound auto: wanted the bound that the run will"),
         ("2", ["--hidden", "65"], "hidden=65: must be an int, a positive multiple"),
         ("2", ["--num-experts", "3"], "num_experts=3: must be an int, a positive multiple"),

@@ -287,7 +287,7 @@ def test_a_copy_shares_the_group(ranks: RankPool):
     ("options", "message"),
     [
         ({"row_bonud": 1.2}, "option 'row_bonud' is unknown, the nearest is 'row_bound'"),
-        ({"row_bound": 0.5}, "row_bound=0.5: wanted auto or a number of at least 1"),
+        ({"row_bound": 0.5}, "row_bound=0.5: wanted a number of at least 1"),
         ({"row_bound": "auto"}, "row_bound='auto': wanted a number, since only"),
     ],
 )

@@ -13,12 +13,16 @@ from flashmoe_megatron.adapters.automodel.form import (
     read_shape,
     read_weights,
 )
-from flashmoe_megatron.adapters.experts import shared_backends
-from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts
+from flashmoe_megatron.adapters.experts import GroupBackends
+from flashmoe_megatron.adapters.indexed import (
+    IndexedExperts,
+    KnownExperts,
+    Reading,
+    outside_autocast,
+)
 from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.eager import eager
-from flashmoe_megatron.weights import ExpertWeights
 
 _WAY_OUT = "make such a change before the first step"
 
@@ -65,30 +69,26 @@ def run_experts(
             a dtype in which the kernel cannot compute. Experts of several ranks have changed.
         ShapeError: There are more tokens than the options allow.
     """
-    device, topk = x.device, indices.shape[-1]
-    is_autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if is_autocast else x.dtype
     mesh = mesh_of(experts)
-    group = None if mesh is None else mesh.get_group()
-    num_ranks = 1 if mesh is None else mesh.size()
-    with torch.autocast(device.type, enabled=False):
-        if (known := _known.get(experts)) is None:
-            known = _known[experts] = KnownExperts(IGNORED, _WAY_OUT)
-        look = functools.partial(holding_of, experts)
-        read = functools.partial(read_shape, experts, topk, num_ranks)
+    choices = indices.masked_fill(~token_mask.unsqueeze(-1), -1)
+    known = _known.setdefault(experts, KnownExperts(IGNORED, _WAY_OUT))
+    with outside_autocast(x.device) as narrowed:
+        dtype = narrowed or x.dtype
 
-        def make(shape: MoEConfig) -> RoutedExperts:
-            backends = shared_backends(group, device, options, options.max_tokens)
+        def make(shape: MoEConfig, backends: GroupBackends) -> RoutedExperts:
             return RoutedExperts(shape, backends, dtype, layer=len(_known) - 1)
 
-        seat = known.seat((device, topk, dtype, group), group, look, read, make)
-        seat.is_training = experts.training
-
-        def weights_now() -> ExpertWeights:
-            if group is not None:
-                known.check_unchanged(seat, look, read)
-            return read_weights(experts, dtype)
-
-        choices = indices.masked_fill(~token_mask.unsqueeze(-1), -1)
-        out = seat(x.to(dtype), choices, weights, weights_now)
-    return out.to(x.dtype)
+        num_ranks = 1 if mesh is None else mesh.size()
+        return known.apply(
+            Reading(
+                look=functools.partial(holding_of, experts),
+                shape=functools.partial(read_shape, experts, indices.shape[-1], num_ranks),
+                weights=lambda _: read_weights(experts, dtype),
+                make=make,
+            ),
+            (x, choices, weights),
+            dtype=dtype,
+            group=None if mesh is None else mesh.get_group(),
+            options=options,
+            is_training=experts.training,
+        )

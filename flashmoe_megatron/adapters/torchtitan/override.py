@@ -10,10 +10,10 @@ from torchtitan.config import derive
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from flashmoe_megatron.adapters.experts import shared_backends
+from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.adapters.forwards import touch_of
 from flashmoe_megatron.adapters.held import Holding
-from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts
+from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts, Reading
 from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.eager import eager
@@ -95,32 +95,32 @@ class FlashMoERoutedExperts(RoutedExperts):  # type: ignore[misc]
         num_ranks = 1 if mesh is None else mesh.size()
         group = None if mesh is None or num_ranks == 1 else mesh.get_group()
         experts = self.inner_experts
-        look = functools.partial(_holding_of, experts)
-        read = functools.partial(self._read_shape, num_ranks)
 
-        def make(shape: MoEConfig) -> FlashMoEExperts:
-            backends = shared_backends(group, x.device, self._options, self._options.max_tokens)
+        def make(shape: MoEConfig, backends: GroupBackends) -> FlashMoEExperts:
             return FlashMoEExperts(shape, backends, DTYPE)
 
         with torch.autocast(x.device.type, enabled=False):
             # A rank alone may make another seat; of several, each has to be at the same call.
             weights = _read_weights(experts) if group is None else None
-            key = x.device, (None if weights is None else _down_of(weights).shape)
-            seat = self._known.seat(key, group, look, read, make)
-            seat.is_training = self.training
-
-            def checked_weights() -> ExpertWeights | SplitWeights:
-                if group is not None:
-                    self._known.check_unchanged(seat, look, read)
-                return _read_weights(experts) if weights is None else weights
-
-            out = seat(
-                x.to(DTYPE),
-                topk_expert_ids_BLK.reshape(-1, choices),
-                topk_scores_BLK.reshape(-1, choices),
-                checked_weights,
+            out = self._known.apply(
+                Reading(
+                    look=functools.partial(_holding_of, experts),
+                    shape=functools.partial(self._read_shape, num_ranks),
+                    weights=lambda _: _read_weights(experts) if weights is None else weights,
+                    make=make,
+                ),
+                (
+                    x,
+                    topk_expert_ids_BLK.reshape(-1, choices),
+                    topk_scores_BLK.reshape(-1, choices),
+                ),
+                dtype=DTYPE,
+                group=group,
+                options=self._options,
+                is_training=self.training,
+                more=None if weights is None else _down_of(weights).shape,
             )
-        return out.to(x_BLD.dtype).view(x_BLD.shape)
+        return out.view(x_BLD.shape)
 
     def _read_shape(self, num_ranks: int) -> MoEConfig:
         """Reads from the experts of this rank what those of all ranks compute."""

@@ -1,5 +1,6 @@
 """``experts_implementation="flashmoe"``: the experts of one module of transformers, one call."""
 
+import dataclasses
 import functools
 import weakref
 from typing import Any
@@ -8,11 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashmoe_megatron.adapters.experts import GroupBackends, shared_backends
-from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts
+from flashmoe_megatron.adapters.experts import GroupBackends
+from flashmoe_megatron.adapters.indexed import (
+    IndexedExperts,
+    KnownExperts,
+    Reading,
+    outside_autocast,
+)
 from flashmoe_megatron.adapters.options import ModuleOptions
 from flashmoe_megatron.adapters.transformers.form import (
     IGNORED,
+    NORM,
+    has_norm,
     holding_of,
     read_shape,
     read_weights,
@@ -65,9 +73,11 @@ class RoutedExperts(IndexedExperts):
         sizes: _Sizes,
         *,
         layer: int = 0,
+        rows_of_token: int = 1,
     ) -> None:
         super().__init__(shape, backends, dtype, layer=layer)
         self._sizes = sizes
+        self._rows_of_token = rows_of_token
 
     def check_sizes(self, sizes: _Sizes) -> None:
         """Refuses stacks whose shapes are not the layer's, as after experts were pruned."""
@@ -80,9 +90,15 @@ class RoutedExperts(IndexedExperts):
 
     def allow_more(self, num_tokens: int) -> str:
         """Names the call that sets the bound of tokens."""
+        wanted = -(-num_tokens // self._rows_of_token)
+        counted = (
+            f"a norm after each expert makes {self._rows_of_token} rows of a token, which count "
+            "here; "
+        )
         return (
-            f"call flashmoe_megatron.transformers.configure(max_tokens={num_tokens}) before the "
-            "first step, or leave max_tokens out"
+            f"{counted if self._rows_of_token > 1 else ''}call "
+            f"flashmoe_megatron.transformers.configure(max_tokens={wanted}) before the first step, "
+            "or leave max_tokens out"
         )
 
 
@@ -119,36 +135,74 @@ def apply_experts(
             a dtype in which the kernel cannot compute. Experts of several ranks have changed.
         ShapeError: A tensor is not what the experts were made for.
     """
-    device, topk = hidden_states.device, top_k_index.shape[-1]
-    is_autocast = torch.is_autocast_enabled(device.type)
-    num_ranks = 1 if group is None else dist.get_world_size(group)
-    with torch.autocast(device.type, enabled=False):
-        weights = read_weights(
-            experts, torch.get_autocast_dtype(device.type) if is_autocast else None
-        )
+    routed = hidden_states, top_k_index, top_k_weights
+    return (_apply_normed if has_norm(experts) else _apply)(experts, *routed, group)
+
+
+def _apply(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    rows_of_token: int = 1,
+) -> torch.Tensor:
+    topk, num_ranks = top_k_index.shape[-1], 1 if group is None else dist.get_world_size(group)
+    options = _settings
+    if options.max_tokens is not None:
+        options = dataclasses.replace(options, max_tokens=options.max_tokens * rows_of_token)
+    known = _known.setdefault(experts, KnownExperts(IGNORED, _WAY_OUT))
+    with outside_autocast(hidden_states.device) as narrowed:
+        weights = read_weights(experts, narrowed)
         sizes, dtype = (weights.fc1[0].shape, weights.fc2[0].shape), weights.fc2[0].dtype
-        if (known := _known.get(experts)) is None:
-            known = _known[experts] = KnownExperts(IGNORED, _WAY_OUT)
-        look = functools.partial(holding_of, experts)
-        read = functools.partial(read_shape, experts, topk, num_ranks)
 
-        def make(shape: MoEConfig) -> RoutedExperts:
-            backends = shared_backends(group, device, _settings, _settings.max_tokens)
-            return RoutedExperts(shape, backends, dtype, sizes, layer=len(_known) - 1)
+        def make(shape: MoEConfig, backends: GroupBackends) -> RoutedExperts:
+            return RoutedExperts(
+                shape, backends, dtype, sizes, layer=len(_known) - 1, rows_of_token=rows_of_token
+            )
 
-        # A rank alone may make another seat; of several, each has to be at the same call.
-        key = device, topk, dtype, (sizes if num_ranks == 1 else group)
-        seat = known.seat(key, group, look, read, make)
-        seat.is_training = experts.training
-
-        def checked_weights() -> ExpertWeights:
-            if num_ranks > 1:
-                known.check_unchanged(seat, look, read)
-                seat.check_sizes(sizes)
+        def checked_weights(seat: RoutedExperts) -> ExpertWeights:
+            seat.check_sizes(sizes)
             return weights
 
-        out = seat(hidden_states.to(dtype), top_k_index, top_k_weights, checked_weights)
-    return out.to(hidden_states.dtype)
+        return known.apply(
+            Reading(
+                look=functools.partial(holding_of, experts),
+                shape=functools.partial(read_shape, experts, topk, num_ranks),
+                weights=checked_weights,
+                make=make,
+            ),
+            (hidden_states, top_k_index, top_k_weights),
+            dtype=dtype,
+            group=group,
+            options=options,
+            is_training=experts.training,
+            # A rank alone may make another seat; of several, each has to be at the same call.
+            more=(rows_of_token, sizes if num_ranks == 1 else None),
+        )
+
+
+def _apply_normed(
+    experts: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Applies experts with a norm after each, which has to see what each returns for a token.
+
+    So a token is a row for each of its experts, with a routing weight of 1, and the sum over its
+    experts is made here. The norm is the module's own, and its weight's gradient autograd's.
+    """
+    num_tokens, topk = top_k_index.shape
+    hidden = hidden_states.shape[-1]
+    rows = hidden_states.unsqueeze(1).expand(-1, topk, -1).reshape(-1, hidden)
+    choices = top_k_index.reshape(-1, 1)
+    ones = torch.ones_like(choices, dtype=torch.float32)
+    out = _apply(experts, rows, choices, ones, group, rows_of_token=topk)
+    factors = top_k_weights.reshape(-1, 1).masked_fill(choices < 0, 0.0)
+    weighted: torch.Tensor = getattr(experts, NORM)(out) * factors
+    return weighted.view(num_tokens, topk, hidden).sum(1).to(hidden_states.dtype)
 
 
 def experts_forward(

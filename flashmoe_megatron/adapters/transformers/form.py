@@ -38,6 +38,25 @@ IGNORED = frozenset({*_WEIGHTS, *(f"{name}_bias" for name in _WEIGHTS), "forward
 _OF_PARAMETERS = "parametrizations"
 """torch's child of modules whose parameters are computed, as those with adapters are."""
 
+NORM = "post_expert_norm"
+"""The child that normalizes what an expert returns for a token. It is called as the module is."""
+
+
+def has_norm(experts: nn.Module) -> bool:
+    """Tells whether a norm follows each expert."""
+    return bool(getattr(experts, f"has_{NORM}", False))
+
+
+def _within(experts: nn.Module) -> list[nn.Module]:
+    """The modules below that nothing calls: what they compute is read instead."""
+    called = (_OF_PARAMETERS, NORM) if has_norm(experts) else (_OF_PARAMETERS,)
+    return [
+        module
+        for name, child in experts._modules.items()
+        if child is not None and name not in called
+        for module in with_all_below(child)
+    ]
+
 
 def holding_of(experts: nn.Module) -> Holding:
     """Finds all that decides what experts compute but their parameters, and calls no module.
@@ -45,12 +64,7 @@ def holding_of(experts: nn.Module) -> Holding:
     Raises:
         ConfigError: A module of theirs has hooks or a ``forward`` of its own.
     """
-    below = [
-        module
-        for name, child in experts._modules.items()
-        if child is not None and name != _OF_PARAMETERS
-        for module in with_all_below(child)
-    ]
+    below = _within(experts)
     for module in find_touched(below):
         touch = touch_of(module)
         if touch is not None:
@@ -88,8 +102,6 @@ def read_shape(experts: nn.Module, topk: int, num_ranks: int) -> MoEConfig:
             f"{name} has no {', '.join(missing)}: wanted a class that transformers' "
             "use_experts_implementation decorates"
         )
-    if getattr(experts, "has_post_expert_norm", False):
-        raise ConfigError(f"{name} normalizes what its experts return, which no backend does")
     fc1 = getattr(experts, _first(experts))
     if fc1.dim() != 3:
         raise ConfigError(
@@ -230,7 +242,7 @@ def _candidates(experts: Any) -> Iterator[dict[str, Any]]:
     clamps = (None, *sorted(_numbers_of([experts])))
     for activation, clamp, offset in itertools.product(BOUNDED_ACTIVATIONS, clamps, _OFFSETS):
         yield {**base, "activation": activation, "clamp_value": clamp, "linear_offset": offset}
-    caps = (None, *sorted(_numbers_of(with_all_below(experts)[1:])))
+    caps = (None, *sorted(_numbers_of(_within(experts))))
     for gate, up in itertools.product(caps, caps):
         if gate or up:
             silu = {**base, "activation": Activation.SILU}

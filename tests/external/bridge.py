@@ -129,8 +129,13 @@ RECIPES = (
         f"{PERF}.glm_moe_dsa.h100.glm5",
         "glm51_sft_416gpu_h100_bf16_config",
     ),
+    Recipe(
+        f"Nemotron-3-Nano-30B, BF16, 16, {PERF}",
+        f"{PERF}.nemotronh.h100.nemotronh",
+        "nemotron_3_nano_pretrain_16gpu_h100_bf16_config",
+    ),
 )
-"""The page's recipes, but Nemotron-3's, whose model needs Mamba's kernels."""
+"""The page's recipes."""
 
 CUT = {
     "num_layers": LAYERS,
@@ -203,6 +208,10 @@ def no_hub() -> None:
             return transformers.Qwen3NextConfig(
                 **sizes, architectures=["Qwen3NextForCausalLM"], layer_types=None
             )
+        if "Nemotron" in name:
+            return transformers.NemotronHConfig(
+                vocab_size=VOCABULARY, architectures=["NemotronHForCausalLM"]
+            )
         if "GLM-5" in name:
             return transformers.GlmMoeDsaConfig(
                 **sizes, architectures=["GlmMoeDsaForCausalLM"], indexer_rope_interleave=True
@@ -214,6 +223,52 @@ def no_hub() -> None:
     transformers.AutoConfig.from_pretrained = make
 
 
+class Mixer(torch.nn.Module):
+    """A matrix in the place of Mamba's mixer, whose kernels need a GPU."""
+
+    def __init__(self, config: Any, d_model: int, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(d_model, d_model) * config.init_method_std)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states @ self.weight, None
+
+
+def make_hybrid_local(provider: Any) -> None:
+    """Cuts a model of Mamba, experts and attention to one, two and one layers, all local."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules as Parts
+
+    local = get_gpt_layer_local_spec(
+        num_experts=provider.num_moe_experts,
+        moe_grouped_gemm=False,
+        normalization=provider.normalization,
+    ).submodules
+    attention = Parts(
+        input_layernorm=local.input_layernorm,
+        self_attention=local.self_attention,
+        self_attn_bda=local.self_attn_bda,
+    )
+    experts = Parts(pre_mlp_layernorm=local.pre_mlp_layernorm, mlp=local.mlp, mlp_bda=local.mlp_bda)
+    mamba = MambaLayerSubmodules(mixer=ModuleSpec(module=Mixer), mamba_bda=local.self_attn_bda)
+    hybrid_block.TENorm = WrappedTorchNorm
+    provider.hybrid_layer_pattern, provider.num_layers = "ME*E", None
+    provider.hybrid_stack_spec = ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            moe_layer=ModuleSpec(module=TransformerLayer, submodules=experts),
+        ),
+    )
+
+
 def build(recipe: Recipe, *, is_stock: bool, is_named: bool = False) -> Any:
     """Builds the model of a recipe by Bridge, cut and in float32; returns it.
 
@@ -223,9 +278,11 @@ def build(recipe: Recipe, *, is_stock: bool, is_named: bool = False) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from flashmoe_megatron.adapters.megatron import keep_dispatcher
 
+    destroy_moe_metrics_tracker()  # it has room for as many layers as the model before
     module = importlib.import_module(f"megatron.bridge.{recipe.module}")
     container = getattr(module, recipe.function)()
     provider = container.model
@@ -241,6 +298,8 @@ def build(recipe: Recipe, *, is_stock: bool, is_named: bool = False) -> Any:
         provider.moe_layer_freq = [1] * LAYERS
     if getattr(provider, "moe_shared_expert_intermediate_size", None):
         provider.moe_shared_expert_intermediate_size = 64
+    if hasattr(provider, "hybrid_stack_spec"):
+        make_hybrid_local(provider)
     provider.transformer_layer_spec = lambda config, **_: get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,

@@ -567,7 +567,9 @@ class KernelBackend(Backend):
             addresses = _addresses(problem, self.memory.open())
             number = self.memory.early_fc2.next_backward()
             blocks, rows, x = saved.num_row_blocks, saved.rows, saved.x
-            if x is not None and not self._sizes.reads_tokens[True]:
+            # Factors of fc1 are given rows, which this rank then fetches.
+            reads_tokens = self._sizes.reads_tokens[True] and factors.fc1 is None
+            if x is not None and not reads_tokens:
                 rows = self._empty(blocks * self._sizes.row_block_bytes)
                 ops.gather(x, saved.plan, rows, blocks, *addresses)
                 x = None

@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""

@@ -230,9 +230,7 @@ def _make_backend(
 
     if group is None or grid.num_hosts == 1:
         return ranks.each(lambda: make(config, group, chosen_options))
-    ranks.each(
-        lambda: check_over_hosts(chosen_options, grid.num_hosts, is_kernel=chosen == "kernel")
-    )
+    ranks.each(lambda: check_over_hosts(chosen_options, grid, is_kernel=chosen == "kernel"))
     is_fixed, overlap = chosen_options.row_bound is not None, chosen_options.host_overlap
     described = describe_hosts(config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap)
     _announce_once(f"MoE layers of {config.num_experts} experts over {described}")
@@ -255,7 +253,7 @@ def _class_of(kind: str) -> Callable[..., Backend]:
     return found
 
 
-def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool) -> None:
+def check_over_hosts(options: BackendOptions, grid: HostGrid, *, is_kernel: bool) -> None:
     """Refuses options that a group over several hosts cannot have.
 
     An exchange under a launch takes multiprocessors, as a launch does. If they did not all fit, a
@@ -263,15 +261,29 @@ def check_over_hosts(options: BackendOptions, num_hosts: int, *, is_kernel: bool
     host, for the launch: so exchanges get few, and launches leave them free.
 
     Raises:
-        ConfigError: There are spare slots, or the row bound is to be measured; or launches overlap
-            exchanges, although sizes are fixed or too few multiprocessors are left to these.
+        ConfigError: Spare slots are to be filled on the kernel, by lookahead or on hosts of one
+            rank; or the row bound is to be measured; or launches overlap exchanges, although sizes
+            are fixed or too few multiprocessors are left to these.
     """
-    overlap = options.host_overlap
+    overlap, num_hosts = options.host_overlap, grid.num_hosts
     if options.filled_slots:
-        raise ConfigError(
-            f"spare_slots={options.spare_slots} in an expert-parallel group over {num_hosts} "
-            "hosts: wanted 0, or experts that one host's ranks share"
-        )
+        problem = None
+        if is_kernel:
+            problem = (
+                "on the kernel, which has not been run so: wanted 0, experts that one host's ranks "
+                "share, or the backend 'reference'"
+            )
+        elif grid.ranks_per_host == 1:
+            problem = "of one rank, which has all of its host's experts: wanted 0"
+        elif options.placement == "lookahead":
+            problem = (
+                "with placement='lookahead', for which no tokens have crossed yet: wanted 'launch'"
+            )
+        if problem is not None:
+            raise ConfigError(
+                f"spare_slots={options.spare_slots} in an expert-parallel group over {num_hosts} "
+                f"hosts {problem}"
+            )
     if options.row_bound == "auto":
         raise ConfigError(
             f"row_bound='auto' in an expert-parallel group over {num_hosts} hosts, whose steps are "

@@ -294,6 +294,13 @@ MUTATIONS = (
         "tests/unit/test_hosts.py::test_records_have_ranks_at_their_places_in_the_group",
     ),
     Mutation(
+        "replicas over hosts are told by their number within the host",
+        "take_records",
+        "first + expert",
+        "expert",
+        "tests/unit/test_hosts.py::test_records_have_ranks_at_their_places_in_the_group",
+    ),
+    Mutation(
         "a backend over hosts that grows forgets what it has sent",
         "traffic",
         "sum(part.rows_sent for part in parts)",

@@ -38,7 +38,7 @@ from flashmoe_megatron.low_rank import Factors
 from flashmoe_megatron.options import BackendOptions, number, option
 from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
 from flashmoe_megatron.ranks import UNFOLLOWED, unfollowed_ranks
-from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.telemetry.record import LaunchRecord, ReplicaRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 MakeInner = Callable[[MoEConfig, BackendOptions], Backend]
@@ -242,18 +242,28 @@ class HostsBackend(Backend):
     def take_records(self) -> list[LaunchRecord]:
         """The records of launches within the host, with its ranks at their places in the group.
 
-        Their tokens are those of all hosts that have come to this rank.
+        Their tokens are those of all hosts that have come to this rank. Replicas have the numbers
+        of their experts in the layer.
         """
         here, num_ranks = self._rail.grid.ranks_within, self.config.num_ranks
 
         def placed(rows: tuple[int, ...]) -> tuple[int, ...]:
             return (0,) * here.start + rows + (0,) * (num_ranks - here.stop) if rows else rows
 
+        first = self._rail.grid.host * self._experts_per_host
+
+        def named(replicas: ReplicaRecord | None) -> ReplicaRecord | None:
+            if replicas is None:
+                return None
+            rows = tuple((first + expert, count) for expert, count in replicas.rows)
+            return replicas._replace(rows=rows)
+
         return [
             dataclasses.replace(
                 record,
                 rows_pulled=placed(record.rows_pulled),
                 results_pushed=placed(record.results_pushed),
+                replicas=named(record.replicas),
             )
             for one in self._distinct()
             for record in one.take_records()

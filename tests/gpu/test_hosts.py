@@ -68,6 +68,29 @@ def test_two_levels_are_as_good_as_one(routing: cases.Routing, sizes: str, grid:
     layer.allocator.check()
 
 
+@pytest.mark.parametrize("policy", ["balance", "popular"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_replicas_within_hosts(sizes: str, policy: str):
+    """Each host's launches plan their own, from the tokens that have come to it."""
+    config = make_config(4)
+    inputs = steps.make_inputs(config, zipf, TOKENS[4])
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualHosts(config, 2, spare_slots=2, replica_policy=policy, **SIZES[sizes])
+    first = layer.step(inputs, weights)
+    assert_as_good(first, expected(config, inputs), times=TIMES)
+    steps.assert_same_bits(layer.step(inputs, weights), first)
+    layer.allocator.check()
+    held = set()
+    for rank, backend in enumerate(layer.backends):
+        local, host = config.num_local_experts, rank // 2
+        for record in backend.take_records():
+            for expert, _ in record.replicas.rows:
+                assert expert // (2 * local) == host
+                assert expert // local != rank
+                held.add(expert)
+    assert held
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -28,7 +28,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import check_over_hosts, select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.telemetry.record import LaunchRecord
+from flashmoe_megatron.telemetry.record import LaunchRecord, ReplicaRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import additions, cases, records
@@ -150,6 +150,58 @@ def test_shares_of_hosts_are_rounded_once(is_listed: bool):
     total = sum_of_shares(shares, 2)
     assert total.dtype == torch.bfloat16
     assert torch.equal(total, torch.full((2, 3), 1 + 2**-7, dtype=torch.bfloat16))
+
+
+def run_with_replicas(
+    group: dist.ProcessGroup, inputs: cases.Inputs, options: dict[str, Any]
+) -> tuple[Found, Found, set[int]]:
+    """A step without spare slots and one with them, and the experts that had replicas here.
+
+    Each is taken twice, with another step's forward between forward and backward.
+    """
+    results: list[Found] = []
+    held: set[int] = set()
+    for slots in ({}, {"spare_slots": 2}):
+        backend = make_backend(group, CONFIG, 2, **slots, **options)
+        want = step(backend, inputs)
+        leaves = leaves_of(CONFIG, inputs, backend.rank)
+        routing_map = inputs.routing_map[backend.rank]
+        out = moe_apply(backend, *leaves[:2], routing_map, weights_of(CONFIG, leaves))
+        other = cases.make_inputs(CONFIG, cases.to_one_rank, TOKENS[4], dtype=inputs.x[0].dtype)
+        step(backend, other)
+        for record in backend.take_records():
+            held |= {expert for expert, _ in record.replicas.rows} if record.replicas else set()
+        out.backward(inputs.grad_out[backend.rank])
+        assert_same(found_in(CONFIG, out, leaves), want)
+        results.append(want)
+    return results[0], results[1], held
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replica_policy": "balance"},
+        {"replica_policy": "balance", "host_overlap": 2},
+        {"replica_policy": "popular", "row_bound": 1e6},
+        {"replica_policy": "popular", "keep": "preactivations"},
+    ],
+    ids=str,
+)
+def test_replicas_within_hosts_change_no_bit(ranks: RankPool, options: dict[str, Any]):
+    """Each host plans from the tokens that have come to it, its own experts alone."""
+    for dtype, rel_l2 in {torch.float32: 1e-6, torch.bfloat16: 6e-3}.items():
+        inputs = cases.make_inputs(CONFIG, cases.skewed, TOKENS[4], dtype=dtype)
+        found = ranks.run(run_with_replicas, inputs, options)
+        for rank, (want, got, held) in enumerate(found):
+            for name in ("out", "grad x", "grad probs"):
+                assert torch.equal(got[name], want[name]), (name, dtype)
+            for name in ("grad fc1", "grad fc2"):
+                assert_close(name, got[name], want[name], rel_l2=rel_l2)
+            local, first = CONFIG.num_local_experts, rank // 2 * (CONFIG.num_experts // 2)
+            peer = range(first, first + 2 * local)
+            own = range(rank * local, (rank + 1) * local)
+            assert all(expert in peer and expert not in own for expert in held)
+        assert any(held for _, _, held in found), "there is no replica"
 
 
 CONFIGS = {
@@ -371,12 +423,14 @@ class Within:
 
 def test_records_have_ranks_at_their_places_in_the_group():
     rail: Any = SimpleNamespace(grid=HostGrid(2, 2, 3), crossed=Crossed())
-    told = records.record(rows_pulled=(1, 2), results_pushed=(3, 4))
+    replicas = ReplicaRecord(rows=((1, 5),), num_bytes=6)
+    told = records.record(rows_pulled=(1, 2), results_pushed=(3, 4), replicas=replicas)
     backend = HostsBackend(CONFIG, rail, Within)  # type: ignore[arg-type]
     backend.within.records = [told, records.record(rows_pulled=(), results_pushed=())]
     first, second = backend.take_records()
     assert (first.rows_pulled, first.results_pushed) == ((0, 0, 1, 2), (0, 0, 3, 4))
     assert (second.rows_pulled, second.results_pushed) == ((), ())
+    assert (first.replicas, second.replicas) == (replicas._replace(rows=((9, 5),)), None)
 
 
 def growing_alone(group: dist.ProcessGroup, bad: int, inputs: cases.Inputs) -> list[int]:
@@ -427,17 +481,23 @@ REFUSED = {
 
 
 def test_what_hosts_cannot_have():
+    grid, slots = HostGrid(2, 2, 0), BackendOptions(spare_slots=1)
     for options, said in (
-        ({"spare_slots": 1}, "spare_slots=1 in an expert-parallel group over 2 hosts: wanted 0"),
+        ({"spare_slots": 1}, "spare_slots=1 .* over 2 hosts on the kernel, .* not been run so: w"),
         ({"host_overlap": 1, "row_bound": 2.0}, "host_overlap=1 with row_bound=2.0, .* wanted 0"),
         ({"row_bound": "auto"}, "row_bound='auto' in an expert-parallel group over 2 hosts"),
         ({"host_overlap": 2, "reserved_sms": 2}, "reserved_sms=2: wanted at least 4"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_over_hosts(BackendOptions(**options), 2, is_kernel=True)
-    check_over_hosts(BackendOptions(host_overlap=2, reserved_sms=0), 2, is_kernel=False)
-    check_over_hosts(BackendOptions(host_overlap=2), 2, is_kernel=True)
-    check_over_hosts(BackendOptions(spare_slots=1, placement="off"), 2, is_kernel=True)
+            check_over_hosts(BackendOptions(**options), grid, is_kernel=True)
+    with pytest.raises(ConfigError, match="over 2 hosts of one rank, .*: wanted 0"):
+        check_over_hosts(slots, HostGrid(2, 1, 0), is_kernel=False)
+    with pytest.raises(ConfigError, match="placement='lookahead', .*: wanted 'launch'"):
+        check_over_hosts(replace(slots, placement="lookahead"), grid, is_kernel=False)
+    check_over_hosts(slots, grid, is_kernel=False)
+    check_over_hosts(BackendOptions(host_overlap=2, reserved_sms=0), grid, is_kernel=False)
+    check_over_hosts(BackendOptions(host_overlap=2), grid, is_kernel=True)
+    check_over_hosts(replace(slots, placement="off"), grid, is_kernel=True)
 
 
 def test_grids():

@@ -168,7 +168,7 @@ class Library:
     def _sizes(self, problem: Any, sizes: Any) -> int:
         found = sizes._obj
         found.max_row_blocks = MOST_BLOCKS
-        for name, _ in bindings.FlashMoESizes._fields_[2:-1]:
+        for name, _ in bindings.FlashMoESizes._fields_[2:-2]:
             setattr(found, name, 4096)
         wanted = getattr(problem, "_obj", problem)
         found.row_block_bytes = TILE_M * wanted.hidden * 2

@@ -195,6 +195,11 @@ def apply(
             f"additions to experts' matrices with spare_slots={backend.spare_slots}, which compute "
             "other ranks' experts: wanted 0"
         )
+    if isinstance(weights, AdaptedWeights) and backend.hooks.expert is not None:
+        raise ConfigError(
+            "additions to experts' matrices with an expert of your own, "
+            f"{type(backend.hooks.expert).__name__}: wanted hooks.expert=None"
+        )
     parameters = _tensors_of(weights) if torch.is_grad_enabled() else []
     if not parameters or not any(map(_requires_grad, (x, probs, *parameters))):
         assert call.routing_map is not None

@@ -1,9 +1,10 @@
 """Functions of a user's that see what passes the stages of a layer, and may replace it."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -62,6 +63,59 @@ Hook = Callable[[torch.Tensor, Call], torch.Tensor | None]
 or ``None`` to go on with the same."""
 
 
+class Order(ABC):
+    """Brings tokens into rows by expert, and rows back into tokens.
+
+    Attributes:
+        takes_bytes: Whether rows may be bytes, as those of experts in FP8 are.
+    """
+
+    takes_bytes: ClassVar[bool] = False
+
+    @abstractmethod
+    def order(self, tokens: torch.Tensor, token_idx: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the rows of routes.
+
+        Args:
+            tokens: ``[tokens, width]``; in a backward gradients of the layer's output.
+            token_idx: ``[routes]`` int64, the token of each route, by expert.
+            out: ``[routes, width]``.
+        """
+
+    @abstractmethod
+    def restore(self, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Sums each token's rows.
+
+        Args:
+            rows: ``[routes, hidden]``.
+            place: ``[tokens, choices]`` int64, where each token's rows are, by ascending expert; a
+                number of rows or more stands for none.
+
+        Returns:
+            ``[tokens, hidden]`` in the rows' dtype.
+        """
+
+
+class OneExpert(NamedTuple):
+    """The weights of one expert, as the layer has them."""
+
+    fc1: torch.Tensor
+    fc2: torch.Tensor
+    fc1_bias: torch.Tensor | None
+    fc2_bias: torch.Tensor | None
+
+
+class Expert(ABC):
+    """Computes an expert's rows, in place of the layer's own FFN; autograd differentiates it."""
+
+    @abstractmethod
+    def __call__(self, rows: torch.Tensor, weights: OneExpert) -> torch.Tensor:
+        """Computes rows ``[rows, hidden]``, also none.
+
+        The result has their shape and dtype; the layer multiplies it by the routing weights.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reach:
     """The stages that hooks of a backend reach.
@@ -69,10 +123,12 @@ class Reach:
     Attributes:
         refused: Why hooks at some ends of stages are refused there, and the way out.
         views: The ends of stages whose tensors can be looked at and not replaced.
+        fixed: Why an order or an expert of a user's own is refused there, empty if it is not.
     """
 
     refused: Mapping[Point, str]
     views: frozenset[Point] = frozenset()
+    fixed: str = ""
 
 
 EVERYWHERE = Reach(refused={})
@@ -104,6 +160,8 @@ class Hooks:
     Attributes:
         drop_policy: The routes that an expert keeps where a capacity is too small for all: those
             with the largest "probs", or of the first tokens, by "position".
+        order: How tokens become rows and rows tokens, ``None`` as the backend does it by itself.
+        expert: What an expert computes, ``None`` for the FFN of the layer's shape.
     """
 
     def __init__(self, reach: Reach = EVERYWHERE) -> None:
@@ -111,10 +169,12 @@ class Hooks:
         self._hooks: dict[Point, dict[int, Hook]] = {}
         self._probed: set[tuple[torch.dtype, torch.device, tuple[int, ...]]] = set()
         self._drop_policy: DropPolicy = "probs"
+        self._order: Order | None = None
+        self._expert: Expert | None = None
 
     def __bool__(self) -> bool:
-        """Returns whether there is any hook."""
-        return any(self._hooks.values())
+        """Returns whether there is any hook, or a part of the layer's is replaced."""
+        return any(self._hooks.values()) or self._order is not None or self._expert is not None
 
     def has(self, *stages: Stage) -> bool:
         """Returns whether any of these stages has a hook."""
@@ -129,6 +189,35 @@ class Hooks:
     def drop_policy(self, policy: DropPolicy) -> None:
         _check_choice("drop_policy", policy, get_args(DropPolicy))
         self._drop_policy = policy
+
+    @property
+    def order(self) -> Order | None:
+        """How tokens become rows and rows tokens."""
+        return self._order
+
+    @order.setter
+    def order(self, order: Order | None) -> None:
+        self._check_part("order", order, Order)
+        self._order = order
+
+    @property
+    def expert(self) -> Expert | None:
+        """What an expert computes."""
+        return self._expert
+
+    @expert.setter
+    def expert(self, expert: Expert | None) -> None:
+        self._check_part("expert", expert, Expert)
+        self._expert = expert
+
+    def _check_part(self, name: str, part: object, wanted: type) -> None:
+        if part is not None and not isinstance(part, wanted):
+            raise ConfigError(
+                f"{name}={part!r} of hooks: wanted an object of a class that is derived from "
+                f"flashmoe_megatron.hooks.{wanted.__name__}, or None"
+            )
+        if part is not None and self._reach.fixed:
+            raise ConfigError(f"an {name} of your own: {self._reach.fixed}")
 
     def add(self, when: When, stage: Stage, hook: Hook) -> RemovableHandle:
         """Has a hook called from the next call on; the same hooks on every rank.

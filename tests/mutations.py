@@ -1551,17 +1551,18 @@ MUTATIONS = (
     Mutation(
         "a part's gradients leave when the part before is computed",
         "_backward",
-        "ways = [self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i)) "
+        "ways = [self._dispatch(self._ordered(grad_out, tokens), count, size, of_part(call, i)) "
         "for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))]",
-        "ways = (self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i)) "
+        "ways = (self._dispatch(self._ordered(grad_out, tokens), count, size, of_part(call, i)) "
         "for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True)))",
         "tests/unit/test_overlap.py::test_parts_travel_while_others_are_computed",
     ),
     Mutation(
         "rows are collected once the host knows how many there are",
         "_forward",
-        "every, ready = self._ways.collect(tokens, cut.token_idx, degree)",
-        "heard.wait(); every, ready = self._ways.collect(tokens, cut.token_idx, degree)",
+        "every, ready = self._ways.collect(tokens, cut.token_idx, degree, self.hooks.order)",
+        "heard.wait(); "
+        "every, ready = self._ways.collect(tokens, cut.token_idx, degree, self.hooks.order)",
         "tests/unit/test_overlap.py::test_parts_travel_while_others_are_computed",
     ),
     Mutation(

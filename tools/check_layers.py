@@ -87,7 +87,7 @@ SEPARATE = [
     ["plan", "precision"],
     ["exchange", "records", "steps"],
     ["degree", "kernels", "ways"],
-    ["agreement", "slices"],
+    ["agreement", "orders", "own_experts", "slices"],
     ["replicas"],
     ["backend"],
     ["reference"],

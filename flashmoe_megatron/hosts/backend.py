@@ -50,7 +50,8 @@ _REACH = Reach(
         ends_of("padding", "dispatch", "experts", "combine"),
         "a call over hosts has several launches, whose rows are of all hosts' tokens: wanted a "
         "hook of gate or capacity, or the backend 'scheduled'",
-    )
+    ),
+    fixed="a call over hosts has several launches: wanted the backend 'scheduled'",
 )
 
 

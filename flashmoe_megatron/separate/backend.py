@@ -18,7 +18,7 @@ from flashmoe_megatron.call import Backend, Given, Grads, Targets, Together, Tra
 from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hooks import UNHEARD, Call, Point, of_part
+from flashmoe_megatron.hooks import UNHEARD, Call, Expert, Point, of_part
 from flashmoe_megatron.hosts.grid import HostGrid
 from flashmoe_megatron.low_rank import ExpertRows, Factors
 from flashmoe_megatron.options import BackendOptions
@@ -27,6 +27,7 @@ from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.separate.agreement import Agreement, ranks_of
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Slot, make_exchange
+from flashmoe_megatron.separate.own_experts import OwnExperts
 from flashmoe_megatron.separate.plan import (
     Padded,
     Part,
@@ -75,6 +76,7 @@ class _Saved:
         preact: ``[rows, fc1_rows]``, the first projection's outputs.
         layer: The number that the caller gave the layer.
         placement: Where replicas are, ``None`` where there are no spare slots.
+        expert: The user's own that computed the rows, ``None`` for the layer's FFN.
     """
 
     routes: Routes
@@ -86,6 +88,7 @@ class _Saved:
     preact: torch.Tensor
     layer: int
     placement: Placement | None
+    expert: Expert | None = None
 
 
 class SeparateBackend(Backend):
@@ -171,6 +174,7 @@ class SeparateBackend(Backend):
             self._check(given, weights)
             laps = self._records.begin(given.x.device)
             given = self._routed(given)
+            self._check_own(weights)
             pad_value = self.hooks.pad_value(call) if has_pads else 0.0
         x, probs, routing_map, training, followed, layer, _, _, trains_fc1 = given
         self._device = x.device
@@ -186,7 +190,7 @@ class SeparateBackend(Backend):
         cut = steps.cut_routes(found.token_idx, found.place, found.ends, degree)
         probs_ready = self._ways.ready(x)  # the rows, which follow, take longer to collect
         tokens = self._precision.pack(x)
-        every, ready = self._ways.collect(tokens, cut.token_idx, degree)
+        every, ready = self._ways.collect(tokens, cut.token_idx, degree, self.hooks.order)
         routes, all_counts = self._agreement.plan(heard, found, probs, routing_map, self.attempts)
         self.unfollowed = self._agreement.unfollowed
         routes.cuts[degree] = cut
@@ -208,6 +212,8 @@ class SeparateBackend(Backend):
         row_probs = arrived(of_probs, whole)
         laps.lap("dispatch")
 
+        expert = self.hooks.expert
+        own = None if expert is None else OwnExperts(expert, weights)
         fc1, fc2 = steps.matrices(self._precision.weights(weights))
         biases1, biases2 = _biases(weights)
         keeps_rows = training and self._keeps_rows(trains_fc1)
@@ -226,26 +232,31 @@ class SeparateBackend(Backend):
                 if numbers is not shown:
                     mine = self._precision.pack(padded.without_pads(numbers))
                 computed, weights_of_rows = padded.part, padded.fill(weight, 0.0)
-            pre = steps.product(numbers, fc1, computed.ends, computed.counts)
-            if biases1 is not None:
-                pre += biases1[_experts(computed)]
-            activated = self._precision.activation(
-                steps.weighted_activation(config, pre, weights_of_rows)
-            )
-            out_rows = steps.product(activated, fc2, computed.ends, computed.counts)
+            if own is not None:
+                out_rows = own.compute(numbers, computed.counts, weights_of_rows)
+                pre = None
+            else:
+                pre = steps.product(numbers, fc1, computed.ends, computed.counts)
+                if biases1 is not None:
+                    pre += biases1[_experts(computed)]
+                activated = self._precision.activation(
+                    steps.weighted_activation(config, pre, weights_of_rows)
+                )
+                out_rows = steps.product(activated, fc2, computed.ends, computed.counts)
             if has_pads:
-                pre, out_rows = padded.without_pads(pre), padded.without_pads(out_rows)
-            if biases2 is not None:
+                pre = None if pre is None else padded.without_pads(pre)
+                out_rows = padded.without_pads(out_rows)
+            if own is None and biases2 is not None:
                 wide = accumulation_dtype(x.dtype)
                 out_rows += weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)
             laps.lap("products")
             back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
-            if training:
+            if training and pre is not None:
                 preact = steps.add_part(preact, pre, part, len(row_probs))
             if keeps_rows:
                 rows = steps.add_part(rows, mine, part, len(row_probs))
         laps.lap("parts")
-        out = steps.sum_routes(returned(back, room), cut.place)
+        out = self._restored(steps, returned(back, room), cut.place)
         if has_hooks:
             out = self.hooks.run("after", "combine", out, Call.of("forward", layer))
         laps.lap("combine")
@@ -260,19 +271,22 @@ class SeparateBackend(Backend):
         )
         if not training:
             return out, None
-        assert preact is not None
+        if preact is None:  # an own expert's are its own
+            preact = x.new_empty(0)
         kept, shape = tokens if self._fetches_again(trains_fc1) else None, probs.shape
         return out, _Saved(
-            routes, all_counts, shape, rows, kept, row_probs, preact, layer, placement
+            routes, all_counts, shape, rows, kept, row_probs, preact, layer, placement, expert
         )
 
     def _keeps_rows(self, trains_fc1: bool) -> bool:
         """Tells whether experts' rows are kept; those in slots may be trained elsewhere."""
-        return self.keep != "preactivations" and (trains_fc1 or self._replicas is not None)
+        is_read = trains_fc1 or self._replicas is not None or self.hooks.expert is not None
+        return self.keep != "preactivations" and is_read
 
     def _fetches_again(self, trains_fc1: bool) -> bool:
         """Tells whether a backward fetches rows again: on all ranks, as one may need them."""
-        return self.keep == "preactivations" and (trains_fc1 or not self._is_alone)
+        is_read = trains_fc1 or not self._is_alone or self.hooks.expert is not None
+        return self.keep == "preactivations" and is_read
 
     def _needs_no_counts(
         self, weights: ExpertWeights, found: Sorted, degree: int, is_grouped: bool
@@ -374,7 +388,7 @@ class SeparateBackend(Backend):
         call = Call.of("backward", saved.layer)
         token_idx = _of_parts(cut.token_idx[:num_routes], sizes)
         ways = [
-            self._dispatch(grad_out.index_select(0, tokens), count, size, of_part(call, i))
+            self._dispatch(self._ordered(grad_out, tokens), count, size, of_part(call, i))
             for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))
         ]
         has_slots = saved.placement is not None  # they compute others' experts
@@ -386,7 +400,7 @@ class SeparateBackend(Backend):
         if saved.x is not None:
             again = Call.of("forward", saved.layer)
             of_rows = self._dispatch(
-                saved.x.index_select(0, routes.token_idx), total, whole_size, again
+                self._ordered(saved.x, routes.token_idx), total, whole_size, again
             )
         parts, whole = routes.parts(degree, steps.index_rows)
         if self.slices is not None:
@@ -396,6 +410,11 @@ class SeparateBackend(Backend):
             weights, moved = with_replicas(self._exchange, weights.per_expert(), saved.placement)
         fc1_t, fc2_t = map(turned, steps.matrices(self._precision.weights(weights)))
         _, biases2 = _biases(weights)
+        rows, own = saved.rows, None
+        if saved.expert is not None:
+            own, is_fc1_wanted, is_fc2_wanted = OwnExperts(saved.expert, weights), False, False
+            if of_rows is not None:
+                rows = self._rows_of_experts(of_rows, whole, again)
         laps.lap("dispatch")
         wide = accumulation_dtype(grad_out.dtype)
         grad_y = grad_pre = weighted = grad_row_probs = None
@@ -405,16 +424,21 @@ class SeparateBackend(Backend):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            grad_weighted = steps.grad_product(mine, fc2_t, part.ends, part.counts)
-            pre_part, prob_part, weighted_part = steps.weighted_activation_backward(
-                config,
-                picked(saved.preact, part.rows),
-                picked(saved.row_probs, part.rows),
-                grad_weighted,
-            )
-            if biases2 is not None:
-                prob_part = prob_part + (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
-            grad_rows = steps.product(pre_part, fc1_t, part.ends, part.counts)
+            row_probs = picked(saved.row_probs, part.rows)
+            if own is not None:
+                assert rows is not None
+                own_rows = picked(rows, part.rows)
+                grad_rows, prob_part = own.backward(own_rows, row_probs, mine, part.counts)
+            else:
+                grad_weighted = steps.grad_product(mine, fc2_t, part.ends, part.counts)
+                preact = picked(saved.preact, part.rows)
+                pre_part, prob_part, weighted_part = steps.weighted_activation_backward(
+                    config, preact, row_probs, grad_weighted
+                )
+                if biases2 is not None:
+                    of_bias = (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
+                    prob_part = prob_part + of_bias
+                grad_rows = steps.product(pre_part, fc1_t, part.ends, part.counts)
             laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
             grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, num_rows)
@@ -431,7 +455,10 @@ class SeparateBackend(Backend):
         )
         laps.lap("parts")
 
-        rows = saved.rows if of_rows is None else self._rows_of_experts(of_rows, whole, again)
+        if own is not None:
+            own.store(written)
+        elif of_rows is not None:
+            rows = self._rows_of_experts(of_rows, whole, again)
         pairs: list[_Pair] = []
         summands: list[_Summands] = []
         if rows is not None and (has_slots or _is_any(written.fc1) or factors.fc1 is not None):
@@ -463,7 +490,7 @@ class SeparateBackend(Backend):
         else:
             moved += self._add_with_replicas(steps, saved.placement, pairs, summands, whole)
         laps.lap("weights")
-        grad_x = steps.sum_routes(returned(back, room), cut.place)
+        grad_x = self._restored(steps, returned(back, room), cut.place)
         grad_x = self.hooks.run("after", "combine", grad_x, Call.of("backward", saved.layer))
         grad_probs = saved.row_probs.new_zeros(saved.probs_shape)
         grad_probs.view(-1).scatter_(0, routes.flat_idx, of_probs.wait().to(grad_probs.dtype))
@@ -524,6 +551,41 @@ class SeparateBackend(Backend):
                 "experts of several ranks with a bias in the second projection, which none of "
                 "them has alone: wanted none, or whole experts"
             )
+
+    def _check_own(self, weights: ExpertWeights) -> None:
+        """Refuses an order or an expert of a user's own where the layer has more than it knows."""
+        order, expert = self.hooks.order, self.hooks.expert
+        is_fp8 = self.config.experts == "fp8"
+        if order is not None and is_fp8 and not order.takes_bytes:
+            raise ConfigError(
+                f"{type(order).__name__} with experts='fp8', whose rows are bytes: wanted an order "
+                "that takes_bytes, or experts='bf16'"
+            )
+        if expert is None:
+            return
+        for is_there, what, wanted in (
+            (is_fp8, "experts='fp8'", "experts='bf16'"),
+            (self._replicas is not None, "spare slots", "spare_slots=0"),
+            (self._tensor is not None, "experts that ranks share", "whole experts"),
+        ):
+            if is_there:
+                raise ConfigError(
+                    f"an expert of your own, {type(expert).__name__}, with {what}: wanted {wanted}"
+                )
+
+    def _ordered(self, tokens: torch.Tensor, token_idx: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of routes."""
+        order = self.hooks.order
+        if order is None:
+            return tokens.index_select(0, token_idx)
+        rows = tokens.new_empty(len(token_idx), *tokens.shape[1:])
+        order.order(tokens, token_idx, rows)
+        return rows
+
+    def _restored(self, steps: Steps, rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """Returns the sums of tokens' rows."""
+        order = self.hooks.order
+        return steps.sum_routes(rows, place) if order is None else order.restore(rows, place)
 
     def _sizes(
         self, routes: Routes, all_counts: Table | None, degree: int

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron import streams
 from flashmoe_megatron.call import TrafficCounters
+from flashmoe_megatron.hooks import Order
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Room, Slot
 from flashmoe_megatron.separate.plan import Part, Sizes, latest_ends, picked
@@ -151,7 +152,7 @@ class Ways:
         self._num_ranks, self._travels = num_ranks, travels
 
     def collect(
-        self, x: torch.Tensor, token_idx: torch.Tensor, degree: int
+        self, x: torch.Tensor, token_idx: torch.Tensor, degree: int, order: Order | None = None
     ) -> tuple[torch.Tensor, list[Mark]]:
         """Begins to collect the rows of as many routes as there can be, part after part.
 
@@ -161,7 +162,10 @@ class Ways:
         rows = x.new_empty(len(token_idx), *x.shape[1:])
         ready = []
         for begin, end in itertools.pairwise([0, *latest_ends(len(token_idx), degree)]):
-            torch.index_select(x, 0, token_idx[begin:end], out=rows[begin:end])
+            if order is None:
+                torch.index_select(x, 0, token_idx[begin:end], out=rows[begin:end])
+            else:
+                order.order(x, token_idx[begin:end], rows[begin:end])
             ready.append(self.ready(x))
         return rows, ready
 

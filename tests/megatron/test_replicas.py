@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,8 +181,6 @@ def test_weights_are_read_ahead_behind_the_experts_hooks(two_ranks: RankPool) ->
 
 def test_no_graph_holds_a_lookahead() -> None:
     """Whatever part of a layer it captures: the host settles on replicas before attention."""
-    from types import SimpleNamespace
-
     from flashmoe_megatron.adapters.megatron.config.refusals import check_early_routing
     from flashmoe_megatron.adapters.megatron.settings import Settings
     from flashmoe_megatron.errors import ConfigError
@@ -197,7 +196,7 @@ def test_no_graph_holds_a_lookahead() -> None:
 class Router(torch.nn.Module):
     """Gives back what it gets, as logits if these are asked for."""
 
-    topk = 1
+    config = SimpleNamespace(moe_router_topk=1)
 
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return args
@@ -209,8 +208,6 @@ class Router(torch.nn.Module):
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_early_routing_sees_packed_samples_as_the_layer_does(is_fused: bool) -> None:
     """Megatron-Core 0.19 puts them side by side; its fused norm gives the residual, too."""
-    from types import SimpleNamespace
-
     from flashmoe_megatron.adapters.megatron.early_routing import _predict, _route
 
     def unflatten(tokens, mask, packed):
@@ -231,8 +228,6 @@ def test_early_routing_sees_packed_samples_as_the_layer_does(is_fused: bool) -> 
 
 def test_a_lookahead_adds_the_bias_of_experts_to_sigmoids() -> None:
     """Beside logits, a bias of 0.2 would change no choice."""
-    from types import SimpleNamespace
-
     from flashmoe_megatron.adapters.megatron.early_routing import _predict
 
     router = Router()
@@ -244,8 +239,6 @@ def test_a_lookahead_adds_the_bias_of_experts_to_sigmoids() -> None:
 
 def test_a_routing_that_was_found_before_attention_is_for_one_call() -> None:
     """And for the tokens that it was found for: those of another call would be routed wrong."""
-    from types import SimpleNamespace
-
     from flashmoe_megatron.adapters.megatron import early_routing
     from flashmoe_megatron.errors import ConfigError
 

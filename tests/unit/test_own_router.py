@@ -259,7 +259,9 @@ def test_a_call_without_a_result_spoils_all_of_a_router(monkeypatch: pytest.Monk
     layer = make_layer()
     change(layer, "sequence")
     monkeypatch.setattr(layer.backend, "refuse", lambda reason: NaNResult(None, reason))
-    monkeypatch.setattr(layer.backend, "backward", lambda grad, void, *_: void.gradients(grad))
+    monkeypatch.setattr(
+        layer.backend, "backward", lambda grad, void, *_, **__: void.gradients(grad)
+    )
     out = layer(tokens().t())
     assert out.isnan().all()
     out.sum().backward()

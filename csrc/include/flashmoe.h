@@ -343,9 +343,9 @@ FLASHMOE_EXPORT int flashmoe_backward(const FlashMoEProblem* problem,
                                       int32_t accumulate,
                                       uint64_t number);
 
-/* Rows that a backward leaves in its scratch memory and plan: the factors of weights' gradients, for
- * callers that want other products of them. An expert's rows follow one another from the first of
- * its blocks on; what lies between its last row and the next expert's block is unspecified. */
+/* Rows that a backward leaves in its scratch memory and plan: the factors of weights' gradients,
+ * for callers that want other products of them. An expert's rows follow one another from the first
+ * of its blocks on; what lies between its last row and the next expert's block is unspecified. */
 typedef struct {
     uint32_t struct_size;
     const void* grad_out;        /* [row][hidden]: gradients of the layer's output; or NULL where

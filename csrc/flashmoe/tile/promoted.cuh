@@ -20,9 +20,9 @@ struct PromotedMainloop : Mainloop<__nv_fp8_e4m3, Major::K, Major::K> {
             Major::K>()));
     using LayoutHalfB = typename OperandLayout<T, Major::K, kColumns>::Type;
 
-    // As Mainloop::run. Scales are loaded ahead of the products, the rows' last. A warp's loads come
-    // in order, so all of them have come when its first half is promoted; and the second half's
-    // products need all four warps, so that one warp can tell that all have read the stage.
+    // As Mainloop::run. Scales are loaded ahead of the products, the rows' last. A warp's loads
+    // come in order, so all of them have come when its first half is promoted; and the second
+    // half's products need all four warps, so that one warp can tell that all have read the stage.
     template <bool kIsCopied, class Ring>
     __device__ __forceinline__ static void run(Accumulator& accumulator,
                                                const Ring& ring,

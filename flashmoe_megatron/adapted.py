@@ -132,12 +132,12 @@ class Addition:
 
 
 class AdaptedGrads:
-    """What makes the gradients of one backward of :class:`AdaptedWeights`.
+    """The parts that compute the gradients of one backward of :class:`AdaptedWeights`.
 
     Attributes:
         buffers: Not initialized, one for each tensor that is no factor, kind by kind; ``None`` for
             one whose gradient is not wanted.
-        factors: For each projection that has an addition of which a factor is trained.
+        factors: One for each projection whose addition has a factor that is trained.
     """
 
     def __init__(self, weights: AdaptedWeights, wanted: Sequence[bool]) -> None:

@@ -16,7 +16,7 @@ LEAST_TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rule makes of a call's logits.
+    """The decision of a gate for one call, from its logits.
 
     Attributes:
         topk_idx: ``[tokens, choices]`` int64, the experts of each token; -1 selects none.

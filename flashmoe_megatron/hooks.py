@@ -202,7 +202,7 @@ class Hooks:
 
     @property
     def expert(self) -> Expert | None:
-        """What an expert computes."""
+        """Computes one expert's rows."""
         return self._expert
 
     @expert.setter

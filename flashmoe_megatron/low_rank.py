@@ -170,7 +170,7 @@ class FactorGrads:
 
 
 class Factors(NamedTuple):
-    """What makes gradients of low-rank factors in a backward, for each projection that has some."""
+    """Computes gradients of low-rank factors in a backward, for each projection that has some."""
 
     fc1: FactorGrads | None = None
     fc2: FactorGrads | None = None

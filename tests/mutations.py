@@ -56,7 +56,7 @@ MUTATIONS = (
     Mutation(
         "DeepSpeed's reductions are not said to need room where launches leave some",
         "overlap_notice",
-        "int(most) <= settings.reserved_sms",
+        "collectives.is_small(settings.reserved_sms)",
         "True",
         "tests/deepspeed/test_notices.py::test_a_reduction_that_may_not_fit",
     ),

@@ -111,7 +111,7 @@ BENCH = [
     ["__main__"],
 ]
 ADAPTERS = [
-    ["experts", "forwards", "gradients", "held", "options", "patch", "probe"],
+    ["collectives", "experts", "forwards", "gradients", "held", "options", "patch", "probe"],
     ["indexed", "metrics"],
     ["automodel", "deepspeed", "megatron", "torchtitan", "transformers"],
 ]

@@ -26,7 +26,7 @@ from flashmoe_megatron.gate_rules import (
 from flashmoe_megatron.options import GateKind
 
 Routes = tuple[torch.Tensor, None, int, torch.Tensor, None, torch.Tensor, torch.Tensor]
-"""What ``TopKGate`` returns for sparse routes, without a buffer's capacity and places in it."""
+"""The results of ``TopKGate`` for sparse routes; capacity and places of a buffer are left out."""
 
 
 class PaperGate(TopKGate):  # type: ignore[misc]

@@ -1,18 +1,15 @@
 """Limits collectives that run concurrently with launches, so that nothing waits in a circle.
 
-A launch needs almost all multiprocessors of all of its GPUs at once, and so does a collective of
-NCCL with its CTAs. On one GPU a launch may leave too few for the collective, while on another the
-collective leaves too few for the launch: then each waits for the other. A collective whose CTAs fit
-into what launches leave can always run, so the circle cannot close.
+:mod:`flashmoe_megatron.adapters.collectives` says why; here their groups get few CTAs.
 """
 
-import os
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from flashmoe_megatron.adapters.collectives import has_one_queue
 from flashmoe_megatron.adapters.megatron.config.asked import expert_tensor_size, number
 from flashmoe_megatron.adapters.megatron.dispatcher import is_ours
 from flashmoe_megatron.adapters.megatron.settings import FLAG_PREFIX, Settings
@@ -52,7 +49,7 @@ def most_ctas(args: Any) -> int | None:
         or not torch.cuda.is_available()
         or getattr(args, "expert_model_parallel_size", 1) < 2
         or not getattr(args, "overlap_grad_reduce", False)
-        or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        or has_one_queue()
     ):
         return None
     reserved = int(flags.get("reserved_sms", DEFAULT_RESERVED_SMS))

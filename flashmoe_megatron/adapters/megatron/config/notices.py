@@ -6,12 +6,12 @@ use for it. The user learns of arguments of Megatron's script when it has set th
 """
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from flashmoe_megatron.adapters import collectives
 from flashmoe_megatron.adapters.megatron.config.asked import (
     Asks,
     has_logger,
@@ -172,9 +172,8 @@ def find_notices(args: Any) -> Iterator[str]:
 def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
     """Says how much collectives of gradients get, or that one may not fit."""
     most = most_ctas(args)
-    given = os.environ.get("NCCL_MAX_CTAS", "")
-    allowed = int(given) if given.isdigit() else None
-    if most is None or (most > 0 and allowed is not None and allowed <= most):
+    allowed = collectives.allowed_ctas()
+    if most is None or (most > 0 and collectives.is_small(most)):
         return
     reserved = flags.get("reserved_sms", DEFAULT_RESERVED_SMS)
     if most > 0 and allowed is None:
@@ -184,12 +183,12 @@ def _circle(args: Any, flags: Mapping[str, Any]) -> Iterator[str]:
             f"that launches leave; more with a larger {flag_of('reserved_sms')}"
         )
         return
-    has = f"NCCL_MAX_CTAS={given} allows it more CTAs" if most else "it has no room"
+    has = f"NCCL_MAX_CTAS={allowed} allows it more CTAs" if most else "it has no room"
     yield (
         f"--overlap-grad-reduce while launches leave {reserved} multiprocessors: {has}, so "
-        "a reduction and a launch may each wait for room that the other holds on another GPU, "
-        f"until {flag_of('timeout')} ends it; wanted NCCL_MAX_CTAS unset or at most {most or 1}, "
-        f"and {flag_of('reserved_sms')} 2 or more, or CUDA_DEVICE_MAX_CONNECTIONS=1"
+        f"a reduction and {collectives.circle(flag_of('timeout'))}; wanted "
+        f"NCCL_MAX_CTAS unset or at most {most or 1}, and {flag_of('reserved_sms')} 2 or more, or "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1"
     )
 
 

@@ -28,6 +28,7 @@ from flashmoe_megatron.planner import dispatch_volume as dispatch_volume
 from flashmoe_megatron.planner import expert_capacity as expert_capacity
 from flashmoe_megatron.planner import plan_buffer_rows as plan_buffer_rows
 from flashmoe_megatron.planner import plan_capacity as plan_capacity
+from flashmoe_megatron.repeats import RepeatedSteps as RepeatedSteps
 from flashmoe_megatron.router import RouterConfig as RouterConfig
 from flashmoe_megatron.select import select_backend as select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend as ReferenceBackend

@@ -6,9 +6,15 @@ all ranks of the job decide after the step what becomes of it.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, RowBoundError
+
+MOST_IN_A_ROW = 10
+"""The most consecutive steps that are repeated; an overflow in the next is an error."""
+ROOM = 1.1
+"""Buffers hold so many times what the fullest rank and layer needed with exact buffers."""
 
 
 class Attempts:
@@ -57,6 +63,16 @@ class Attempts:
         self.errors.append(error)
         return True
 
+    def grow(self, most: int) -> None:
+        """Gives buffers room for the most blocks that any rank has needed, and for more."""
+        self.blocks = max(self.blocks, math.ceil(ROOM * max(most, 1)))
+
+    def final_error(self, why: str) -> RowBoundError:
+        """Returns the error of an overflow after which the step is not repeated."""
+        own = next((one for one in self.errors if isinstance(one, RowBoundError)), None)
+        said = str(own or "a rank was to receive more rows than its buffers hold: raise row_bound")
+        return RowBoundError(f"{said} ({why})")
+
     @property
     def has_overflown(self) -> bool:
         """Tells whether some rows had no room."""
@@ -78,3 +94,7 @@ class Attempts:
         """Notes the blocks that a rank has received in exact buffers."""
         if self.is_exact:
             self.most = max(self.most, blocks)
+
+
+ATTEMPTS = Attempts()
+"""The steps of this process, which all of its layers share."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from flashmoe_megatron.attempts import Attempts
+from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_grads, check_weights
 from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
@@ -157,7 +157,7 @@ class Backend(OfGroup, ABC):
         takes_split: Whether it reads gate and up projections that are matrices of their own.
         unfollowed: The ranks that have announced in the last forward that no backward of it follows
             there; none where this rank's host has not waited for their announcements.
-        attempts: The steps of the caller, who may repeat them; by default none is repeated.
+        attempts: The steps of this process, which may be repeated.
         hooks: Called before and after the stages of every call that the backend has.
     """
 
@@ -176,7 +176,7 @@ class Backend(OfGroup, ABC):
         self.num_calls = 0
         self.weight_grads = GradCounters()
         self.unfollowed: tuple[int, ...] = ()
-        self.attempts = Attempts()
+        self.attempts = ATTEMPTS
         self.hooks = Hooks(self.reach)
         self._pending: Exception | None = None
         self._checked: tuple[object, ...] = ()

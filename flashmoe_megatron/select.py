@@ -150,6 +150,11 @@ class _Origin:
 _origins: "weakref.WeakKeyDictionary[Backend, _Origin]" = weakref.WeakKeyDictionary()
 
 
+def living_backends() -> list[Backend]:
+    """The backends of :func:`select_backend` that exist in this process."""
+    return list(_origins)
+
+
 def followed(backend: Backend) -> Backend:
     """Returns the backend for the groups as they are now, in place of one of ended groups.
 

@@ -34,7 +34,10 @@ CSRC = [
     ["api"],
 ]
 PYTHON = [
-    ["door", "driver_release", "errors", "gate_rules", "_version", "streams", "touched"],
+    [
+        *("door", "driver_release", "errors", "gate_rules", "saved", "_version", "streams"),
+        "touched",
+    ],
     ["attempts", "config", "driver", "releases", "torch_groups"],
     ["blockwise", "ending", "planner", "replicas", "weights"],
     ["low_rank"],
@@ -51,7 +54,7 @@ PYTHON = [
     ["separate"],
     ["select", "autograd", "own_router"],
     ["layer"],
-    ["data_parallel", "gates", "measured"],
+    ["data_parallel", "gates", "measured", "repeats"],
     ["adapters"],
     ["bench"],
     [

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
 from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
@@ -151,6 +152,7 @@ class HostsBackend(Backend):
         share = share_of_host(config, grid.num_hosts, config.max_tokens)
         keep = choose_keep(options.keep, share)
         super().__init__(config, keep=keep, rank=grid.rank)
+        self.attempts = Attempts()  # steps over several hosts are not repeated
         self._rail = rail
         self._make_within = make_within
         self._device = device or torch.device("cpu")
@@ -187,7 +189,9 @@ class HostsBackend(Backend):
                 step = self.within.config.max_tokens * 5 // 4
                 most = max(most, plan_launches(config, num_hosts, step)[1])
             share = share_of_host(config, num_hosts, most)
-            self._within.append(make(share, self._options))
+            within = make(share, self._options)
+            within.attempts = self.attempts
+            self._within.append(within)
         return self.within, [launches for launches, _ in plans]
 
     def _made_on_all_hosts(self, share: MoEConfig, options: BackendOptions) -> Backend:

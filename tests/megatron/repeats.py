@@ -1,7 +1,7 @@
 """Trains a small GPT whose tokens crowd on one rank in some iterations. Runs in ranks of a pool.
 
-As a program it trains twice, with a bound that overflows and with one that never does, and compares
-all losses and tensors::
+As a program it trains three times, with a bound that overflows, with one that its first iterations
+measure and with one that never overflows, and compares all losses and tensors::
 
     python -m tests.megatron.repeats --steps 2000 --crowded 20
 """
@@ -96,12 +96,12 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
+    from flashmoe_megatron import attempts
     from flashmoe_megatron.adapters.megatron.repeat import iteration
-    from flashmoe_megatron.adapters.megatron.routed import ATTEMPTS
 
     harness.forget_metrics()
     MTPLossLoggingHelper.tracker.clear()
-    before, ATTEMPTS.blocks = iteration.ITERATIONS.num_repeats, 0
+    before, attempts.ATTEMPTS.blocks = iteration.ITERATIONS.num_repeats, 0
     iteration.ITERATIONS._measured.clear()
     config = harness.transformer_config(
         case.layout,
@@ -166,8 +166,10 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
         losses.extend(float(one["loss"]) for one in reduced)
 
     limit = case.most_in_a_row or iteration.MOST_IN_A_ROW
-    constants = {"ROOM": case.room, "MOST_IN_A_ROW": limit, "MEASURED": case.measured}
-    with mock.patch.multiple(iteration, **constants):
+    with (
+        mock.patch.multiple(iteration, MOST_IN_A_ROW=limit, MEASURED=case.measured),
+        mock.patch.object(attempts, "ROOM", case.room),
+    ):
         for step in range(case.steps):
             keeps_gradients = case.wrong == "gradients" or (case.wrong, step) == ("later", 1)
             for chunk in () if keeps_gradients else model:
@@ -296,12 +298,13 @@ def differences(got: Trained, want: Trained) -> list[str]:
 
 
 def main() -> int:
-    """The command line; the exit status is 1 if anything differs or nothing was repeated."""
+    """Trains by the command line; returns 1 if anything differs or nothing was repeated."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--crowded", type=int, default=20, help="iterations of one token")
+    parser.add_argument("--bound", type=float, default=1.0, help="a row bound that overflows")
     options = parser.parse_args()
     every = options.steps // options.crowded
     crowded = tuple(range(every // 2, options.steps, every))
@@ -315,18 +318,24 @@ def main() -> int:
             for _ in range(2)
         ]
         pool = stack.enter_context(contextlib.closing(RankPool(2, servers)))
-        outcomes = [
-            pool.run(repeats.train, replace(case, row_bound=bound), timeout_s=36000.0)
-            for bound in (1.0, 9.0)
-        ]
-    failed = False
-    for rank, (got, want) in enumerate(zip(*outcomes, strict=True)):
-        found = differences(got, want)
-        failed |= bool(found) or not got.repeats or bool(want.repeats)
-        print(
-            f"rank {rank}: {options.steps} iterations, {got.repeats} repeated, {len(got.losses)} "
-            f"losses to {got.losses[-1]:.6f}, {len(got.state)} tensors, different: {found or 0}"
+        never, fixed, measured = (
+            pool.run(repeats.train, replace(case, **changed), timeout_s=36000.0)
+            for changed in (
+                {"row_bound": 9.0},
+                {"row_bound": options.bound},
+                {"row_bound": "auto", "room": 1.1, "measured": 10},
+            )
         )
+    failed = False
+    for bound, outcome in ((str(options.bound), fixed), ("auto", measured)):
+        for rank, (got, want) in enumerate(zip(outcome, never, strict=True)):
+            found = differences(got, want)
+            failed |= bool(found) or bool(want.repeats) or not (got.repeats or bound == "auto")
+            print(
+                f"bound {bound}, rank {rank}: {options.steps} iterations, {got.repeats} repeated, "
+                f"{len(got.losses)} losses to {got.losses[-1]:.6f}, {len(got.state)} tensors, "
+                f"different: {found or 0}"
+            )
     print(f"{time.perf_counter() - began:.0f} s")
     return int(failed)
 

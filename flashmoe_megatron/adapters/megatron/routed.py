@@ -42,7 +42,7 @@ from flashmoe_megatron.adapters.megatron.shape import (
     with_config,
 )
 from flashmoe_megatron.adapters.megatron.weights import HeldExperts
-from flashmoe_megatron.attempts import Attempts
+from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.autograd import OnSaved, moe_apply
 from flashmoe_megatron.call import Backend, LooksAhead, Together
 from flashmoe_megatron.config import TILE_M, MoEConfig
@@ -134,8 +134,6 @@ class RoutedExperts(LayerExperts):
         def compute(
             backend: Backend, rows: torch.Tensor, finite_probs: torch.Tensor, number: int
         ) -> torch.Tensor:
-            if self._settings.row_bound is not None:
-                backend.attempts = ATTEMPTS
             if self._settings.row_bound == "auto" and self.is_training and ATTEMPTS.is_unknown:
                 say_once(NOT_MEASURED)
             with Together(backend):  # made by now for as many tokens as all ranks have
@@ -258,8 +256,6 @@ class RoutedExperts(LayerExperts):
 _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()
 
 
-ATTEMPTS = Attempts()
-"""The iterations of this process, which layers with a row bound may repeat."""
 NOT_MEASURED = (
     f"{flag_of('row_bound')} auto: layers are called outside of Megatron's schedule, where no "
     "bound is measured, so that their buffers are exact"

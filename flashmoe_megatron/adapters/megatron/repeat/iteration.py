@@ -10,7 +10,6 @@ A bound that is to be measured begins with iterations that run so at once.
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -30,7 +29,6 @@ from flashmoe_megatron.adapters.megatron.repeat.batches import (
 from flashmoe_megatron.adapters.megatron.repeat.state import Changing
 from flashmoe_megatron.adapters.megatron.repeat.verdicts import hold_verdicts
 from flashmoe_megatron.adapters.megatron.routed import (
-    ATTEMPTS,
     built_experts,
     live_experts,
     say,
@@ -43,14 +41,11 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.metrics import Figures
 from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.attempts import ATTEMPTS, MOST_IN_A_ROW
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RowBoundError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.ranks import Ranks
 
-MOST_IN_A_ROW = 10
-"""The most consecutive iterations that are repeated; an overflow in the next is an error."""
-ROOM = 1.1
-"""Buffers hold so many times what the fullest rank and layer needed with exact buffers."""
 MEASURED = 10
 """The first iterations of a training whose bound is measured, which have exact buffers."""
 _IS_ZEROED = "flashmoe_is_zeroed"
@@ -124,7 +119,7 @@ class Iterations:
         if len(self._measured) == MEASURED:
             (most,) = self._agree(max(self._measured))
             self._measured.clear()
-            ATTEMPTS.blocks = math.ceil(ROOM * max(most, 1))
+            ATTEMPTS.grow(most)
             torch.cuda.empty_cache()  # what buffers of many sizes have left
             say(
                 f"{flag_of('row_bound')} auto: a rank received at most {most} blocks of 128 rows "
@@ -157,7 +152,9 @@ class Iterations:
                 give()
             return result
         if cannot_repeat or self._in_a_row == MOST_IN_A_ROW:
-            raise _final_error(problem, cannot_repeat=bool(cannot_repeat))
+            row = f"the {MOST_IN_A_ROW} iterations before have been repeated already"
+            why = problem or "another rank cannot repeat the iteration"
+            raise ATTEMPTS.final_error(why if cannot_repeat else row)
         del result
         began = time.perf_counter()
         saved.restore()
@@ -168,7 +165,7 @@ class Iterations:
         with _exact_buffers():
             result = call(**{**arguments, "data_iterator": kept_again(kept)})
         (most,) = self._agree(ATTEMPTS.most)
-        ATTEMPTS.blocks = max(ATTEMPTS.blocks, math.ceil(ROOM * most))
+        ATTEMPTS.grow(most)
         self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
         say(
             f"repeated {'an iteration' if is_training else 'a batch of evaluation'} with exact "
@@ -357,14 +354,3 @@ def _config_of(chunk: Any) -> Any:
     while not hasattr(chunk, "config") and hasattr(chunk, "module"):
         chunk = chunk.module
     return getattr(chunk, "config", None)
-
-
-def _final_error(problem: str | None, *, cannot_repeat: bool) -> FlashMoEError:
-    """Returns the error of an overflow after which no iteration is repeated."""
-    own = next((one for one in ATTEMPTS.errors if isinstance(one, RowBoundError)), None)
-    said = str(own or "a rank was to receive more rows than its buffers hold: raise row_bound")
-    if not cannot_repeat:
-        why = f"the {MOST_IN_A_ROW} iterations before have been repeated already"
-    else:
-        why = problem or "another rank cannot repeat the iteration"
-    return RowBoundError(f"{said} ({why})")

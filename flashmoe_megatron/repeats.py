@@ -1,0 +1,156 @@
+"""Repeats a step of a PyTorch training in which a rank received more rows than the bound."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flashmoe_megatron.attempts import ATTEMPTS, MOST_IN_A_ROW
+from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.ranks import Ranks
+from flashmoe_megatron.saved import Saved
+from flashmoe_megatron.select import living_backends
+
+
+class RepeatedSteps:
+    """Runs the steps of a training loop, each a second time if its rows did not fit.
+
+    A step is a function that computes gradients, of one batch or of several::
+
+        steps = RepeatedSteps(model, optimizer.zero_grad)
+        for batch in batches:
+            loss = steps.run(train_step, batch)  # forwards and backwards
+            optimizer.step()
+
+    Layers need a ``row_bound``. All ranks of the job agree behind each step, for which the host
+    waits. The second time buffers are exact, and then bounds become a tenth more than what was
+    needed. Buffers of the model and the generators of Python, NumPy and torch are put back, so that
+    the optimizer sees what it would see with a larger bound. What else a step changes, such as a
+    sum of losses that are logged, belongs behind it. CUDA graphs that the program has captured of
+    its layers keep their bound: a step that replays one ends with the error when it is repeated.
+
+    Args:
+        model: The module whose buffers are put back.
+        zero_grad: Sets all gradients to zero; it is called before every step, so that gradients of
+            several steps are no sum.
+
+    Attributes:
+        num_repeats: Steps that were repeated so far.
+
+    Raises:
+        ConfigError: ``model`` is an engine of DeepSpeed, has layers that are for one, or parameters
+            whose gradients ZeRO keeps elsewhere.
+    """
+
+    def __init__(self, model: nn.Module, zero_grad: Callable[[], object]) -> None:
+        self._model, self._zero_grad = model, zero_grad
+        self.num_repeats = 0
+        self._in_a_row = 0
+        self._refuse_owners()
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a step returns. Collective over all ranks of the job.
+
+        The step gets the same arguments again, and must leave them as they are.
+
+        Raises:
+            ConfigError: Experts are on several hosts, or a gradient that is to be dropped is left.
+            RowBoundError: Ten steps in a row did not fit, or a repeated one did not.
+            FlashMoEError: Another error that layers have put off.
+        """
+        if any(backend.within is not backend for backend in living_backends()):
+            raise ConfigError(
+                "steps of experts over several hosts cannot be repeated: wanted expert-parallel "
+                "groups of one host, or a loop without RepeatedSteps"
+            )
+        saved = Saved(list(self._model.buffers()))
+        self._zero_grad()
+        with ATTEMPTS.open():
+            result = step(*args, **kwargs)
+            _find_faults()
+        (has_overflown,) = _agree(ATTEMPTS.has_overflown)
+        if not has_overflown:
+            for error in ATTEMPTS.errors:
+                raise error
+            self._in_a_row = 0
+            return result
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise ATTEMPTS.final_error(f"the {MOST_IN_A_ROW} steps before have been repeated")
+        del result
+        saved.restore()
+        self._refuse_owners()  # an engine may have come later
+        self._zero_grad()
+        self._refuse_left()
+        with ATTEMPTS.open(), ATTEMPTS.exact():
+            result = step(*args, **kwargs)
+            _find_faults()
+        most, has_overflown = _agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
+        if has_overflown:
+            raise ATTEMPTS.final_error("the step has been repeated, but not with exact buffers")
+        for error in ATTEMPTS.errors:
+            raise error
+        ATTEMPTS.grow(most)
+        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
+        return result
+
+    def _refuse_owners(self) -> None:
+        """Refuses a model with gradients that its engine keeps out of the parameters' sight."""
+        way_out = (
+            "cannot be dropped: wanted a module of PyTorch, or no RepeatedSteps and a larger "
+            "row_bound"
+        )
+        for module in self._model.modules():
+            if _is_of_deepspeed(module):
+                raise ConfigError(
+                    f"model has DeepSpeed's {type(module).__name__}, whose averaged gradients "
+                    f"{way_out}"
+                )
+        for name, parameter in self._model.named_parameters():
+            if any(hasattr(parameter, attribute) for attribute in _OF_ZERO):
+                raise ConfigError(
+                    f"model's parameter {name} is ZeRO's of DeepSpeed, whose averaged gradients "
+                    f"{way_out}"
+                )
+
+    def _refuse_left(self) -> None:
+        """Refuses gradients of the first attempt that zero_grad has left, which may be NaN."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise ConfigError(
+                    f"zero_grad has left a gradient of {name}, so that the step cannot be "
+                    "repeated: wanted what sets all gradients of the model to zero or None"
+                )
+
+
+_OF_ZERO = "_hp_mapping", "ds_id"
+"""Attributes that ZeRO sets on parameters: stages 1 and 2 the first, stage 3 the second."""
+
+
+def _is_of_deepspeed(module: nn.Module) -> bool:
+    """Tells whether a module is an engine of DeepSpeed, or a layer that only an engine trains."""
+    names = "deepspeed.", "flashmoe_megatron.adapters.deepspeed."
+    return any(base.__module__.startswith(names) for base in type(module).__mro__)
+
+
+def _find_faults() -> None:
+    """Finds what launches have found that no call has raised. Not collective."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for backend in living_backends():
+        try:
+            backend.raise_pending_fault()
+        except FlashMoEError as error:
+            if not ATTEMPTS.put_off(error):
+                raise
+
+
+def _agree(*values: int) -> list[int]:
+    """Returns the greatest values of all ranks of the job."""
+    if not dist.is_initialized():
+        return [int(value) for value in values]
+    ranks = Ranks(dist.group.WORLD)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    with ranks.bounded:
+        return [int(one) for one in ranks.most(torch.tensor(values, device=device)).tolist()]

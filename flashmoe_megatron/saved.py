@@ -1,0 +1,102 @@
+"""Saves what a step of a training changes, and puts it back, so that the step can be repeated.
+
+Parameters and the optimizer's state change after the step alone, and gradients are dropped.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+Table = dict[str, Any]
+
+
+class Saved:
+    """The state before a step.
+
+    Args:
+        buffers: Tensors that are changed in place.
+        tables: Named values, and the names that count; ``None`` for all.
+        generators: Save the states of the caller's own generators; each gives what restores one.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[torch.Tensor],
+        tables: Iterable[tuple[Table, Iterable[str] | None]] = (),
+        generators: Iterable[Callable[[], Callable[[], object]]] = (),
+    ) -> None:
+        tables = list(tables)
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        self._tables = [
+            (table, _copy(table if names is None else {name: table[name] for name in names}))
+            for table, names in tables
+        ]
+        # A step may have made a table that has been empty, and its entries go again.
+        self._whole = [names is None for _, names in tables]
+        self._restorers = [save() for save in (save_generators, *generators)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back; tensors keep their addresses, which CUDA graphs know."""
+        for buffer, saved in self._buffers:
+            buffer.copy_(saved)
+        for (table, saved), is_whole in zip(self._tables, self._whole, strict=True):
+            _put_back(table, saved, is_whole=is_whole)
+        for restore in self._restorers:
+            restore()
+
+
+def save_generators() -> Callable[[], None]:
+    """Saves the generators that every program has; returns what restores them."""
+    numpy: Any = sys.modules.get("numpy.random")
+    states: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if numpy is not None:
+        states.append((numpy.set_state, numpy.get_state()))
+    if torch.cuda.is_available():
+        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+
+    def restore() -> None:
+        for put, state in states:
+            put(state)
+
+    return restore
+
+
+def _copy(value: Any) -> Any:
+    """Copies tensors, tables, lists and entries of tables; groups and numbers stay."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: _copy(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return list(value)
+    if _is_entry(value):
+        return _copy(vars(value))
+    return value
+
+
+def _is_entry(value: Any) -> bool:
+    """Tells whether a value is an entry with named parts, as newer releases keep losses in."""
+    return hasattr(type(value), "__dataclass_fields__")
+
+
+def _put_back(table: Table, saved: Table, *, is_whole: bool = True) -> None:
+    for name in [name for name in table if is_whole and name not in saved]:
+        del table[name]
+    for name, value in saved.items():
+        now = table.get(name)
+        if isinstance(value, torch.Tensor):
+            same = isinstance(now, torch.Tensor) and now.shape == value.shape
+            table[name] = now.copy_(value) if same else value.clone()  # type: ignore[union-attr]
+        elif isinstance(value, dict) and isinstance(now, dict):
+            _put_back(now, value)
+        elif isinstance(value, dict) and _is_entry(now):
+            _put_back(vars(now), value)
+        else:
+            table[name] = value

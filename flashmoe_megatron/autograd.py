@@ -190,10 +190,11 @@ def apply(
     weights, backend = call.weights, call.backend
     if isinstance(weights, SplitWeights):
         weights.check(backend.config)
-    if isinstance(weights, AdaptedWeights) and backend.spare_slots:
+    slots = backend.within.spare_slots
+    if isinstance(weights, AdaptedWeights) and slots:
         raise ConfigError(
-            f"additions to experts' matrices with spare_slots={backend.spare_slots}, which compute "
-            "other ranks' experts: wanted 0"
+            f"additions to experts' matrices with spare_slots={slots}, which compute other ranks' "
+            "experts: wanted 0"
         )
     if isinstance(weights, AdaptedWeights) and backend.hooks.expert is not None:
         raise ConfigError(

@@ -124,15 +124,29 @@ def test_tokens_of_other_ranks(num_ranks: int, is_bounded: bool) -> None:
                 assert torch.equal(one, want), f"{name} of rank {rank} beside others' tokens {seed}"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 64, 129, 1024, 8192])
-def test_any_number_of_tokens(num_tokens: int) -> None:
-    """A part of a batch beside all of it, from one row of a tile to many tiles of each expert."""
-    config = make_config(1, max_tokens=8192)
+@pytest.mark.parametrize("hidden", [256, 448])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("intermediate", [192, 512, 640, 1088])
+def test_any_number_of_tokens(intermediate: int, gated: bool, hidden: int) -> None:
+    """A part of a batch beside all of it, from one row of a tile to many tiles of each expert.
+
+    Tiles are one block's or two blocks' of an expert, inside of a matrix or partly behind its last
+    column, and read rows where they lie or as they were copied.
+    """
+    config = make_config(
+        1,
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=gated,
+        activation=Activation.SILU if gated else Activation.GELU,
+        max_tokens=8192,
+    )
     inputs = steps.make_inputs(config, cases.uniform, [8192])
     everyone = of_tokens(config, inputs, torch.arange(8192, device=device()))
-    some = torch.arange(8192 - num_tokens, 8192, device=device())
-    for one, every in zip(of_tokens(config, inputs, some), everyone, strict=True):
-        assert torch.equal(one, every[some])
+    for num_tokens in (1, 7, 64, 129, 1024):
+        some = torch.arange(8192 - num_tokens, 8192, device=device())
+        for one, every in zip(of_tokens(config, inputs, some), everyone, strict=True):
+            assert torch.equal(one, every[some]), num_tokens
 
 
 @pytest.mark.parametrize("keep", ["preactivations", "inputs", "all"])

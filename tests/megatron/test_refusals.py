@@ -196,6 +196,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"moe_mlp_glu_interleave_size": 32},
     {"use_te_activation_func": True, "activation_func": F.gelu},
     {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash},
+    {"deterministic_mode": True},
 ]
 
 

@@ -254,6 +254,19 @@ def test_gradients_of_low_rank_additions(ranks: RankPool, options: dict[str, int
         additions.assert_alike(found)
 
 
+def run_refused(group: dist.ProcessGroup, inputs: cases.Inputs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_adapted(group, inputs, {"spare_slots": 1})
+    return str(caught.value)
+
+
+def test_low_rank_additions_beside_spare_slots_are_refused(ranks: RankPool):
+    """The slots are those within a host; every rank is told before anything travels."""
+    inputs = cases.make_inputs(CONFIG, cases.skewed, TOKENS[4], dtype=torch.float32)
+    for words in ranks.run(run_refused, inputs):
+        assert "additions to experts' matrices with spare_slots=1, which compute other" in words
+
+
 def run_in_parts(group: dist.ProcessGroup, *args: Any) -> Any:
     with mock.patch.object(planner, "MOST_LAUNCH_TOKENS", 128):
         return run_forms(group, *args)

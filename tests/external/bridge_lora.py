@@ -6,11 +6,17 @@ In the environment of :mod:`tests.external.bridge`, on two ranks that share the 
 
 A small GPT-OSS gets adapters of attention and experts by ``LoRA``: of sequential experts one each;
 of grouped ones one that all share, one each, and shared outer ones. The second factors are drawn,
-as Bridge begins with zeros. Losses and the gradients of every factor have to be those of alltoall,
-which calls Bridge's wrappers.
+as Bridge begins with zeros. Losses, outputs of the layers and the gradients of every factor have to
+be those of alltoall, which calls Bridge's wrappers.
+
+With a GPU and Transformer Engine one process compares a layer of Transformer Engine's linears in
+bfloat16 with the kernel. All that it needs of Bridge is ``megatron.bridge.peft``::
+
+    PYTHONPATH=. torchrun --nproc_per_node 1 -m tests.external.bridge_lora
 """
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,19 +25,27 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.adapters.megatron import install
-from tests.external import bridge
-from tests.external.beside import LOCAL, TOLERANCE, layers
+from flashmoe_megatron.kernel.backend import KernelBackend
+from tests.external import beside, bridge
+from tests.external.beside import LOCAL, layers
 
 FORMS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "sequential experts, one each": (False, {}),
     "one for all": (True, {"share_expert_adapters": True}),
     "one each": (True, {"share_expert_adapters": False}),
     "one each, normalized": (True, {"share_expert_adapters": False, "normalize_moe_lora": True}),
     "shared outer": (True, {"experts_shared_outer_loras": True}),
+    "sequential experts, one each": (False, {}),
 }
 """The kinds of adapters: true for grouped experts, and the arguments of ``LoRA``."""
+HAS_GPU = torch.cuda.is_available()
 SHAPE = {"layers": 2, "hidden": 64, "heads": 4, "groups": 2, "channels": 16, "experts": 8}
 SHAPE |= {"topk": 2, "vocabulary": 128, "sequence": 32}
+RANK, TOLERANCE = 4, beside.TOLERANCE
+if HAS_GPU:
+    # One layer, since a second router would choose by outputs that are rounded in another order.
+    SHAPE = {"layers": 1, "hidden": 512, "heads": 8, "groups": 2, "channels": 64, "experts": 16}
+    SHAPE |= {"topk": 4, "vocabulary": 1024, "sequence": 512}
+    RANK, TOLERANCE = 16, 2e-2
 
 
 def group_experts(model: Any) -> None:
@@ -83,8 +97,7 @@ def stand_in_for_grouped_linears() -> None:
 
 def build(dispatcher: str, *, is_grouped: bool, peft: Any) -> Any:
     """Makes a model with adapters whose second factors are drawn, on every rank alike."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tools.bench.bench_lora import Shape, config_of
@@ -93,26 +106,33 @@ def build(dispatcher: str, *, is_grouped: bool, peft: Any) -> Any:
     config = config_of(
         shape,
         dispatcher,
-        **LOCAL_OPTIONS,
+        **(GPU_OPTIONS | {"moe_grouped_gemm": is_grouped} if HAS_GPU else LOCAL_OPTIONS),
         expert_model_parallel_size=dist.get_world_size(),
     )
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
-    spec = get_gpt_layer_local_spec(
-        num_experts=shape.experts, moe_grouped_gemm=False, normalization=config.normalization
-    )
+    if HAS_GPU:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.experts, moe_grouped_gemm=is_grouped
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=shape.experts, moe_grouped_gemm=False, normalization=config.normalization
+        )
     model = GPTModel(config, spec, shape.vocabulary, shape.sequence, position_embedding_type="rope")
     for layer in layers(model):
         for name, parameter in layer.experts.named_parameters():
             if "bias" in name:  # Megatron begins with 0, which would hide them
                 parameter.data.normal_(std=0.5)
-    if is_grouped:
+    if is_grouped and not HAS_GPU:
         group_experts(model)
     model = peft(model, training=True)
+    if HAS_GPU:
+        model = model.cuda().bfloat16()
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if "adapter.linear_out" in name:
             drawn = torch.Generator().manual_seed(number)
-            parameter.data.normal_(std=0.1, generator=drawn)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=drawn) * 0.1)
     return model
 
 
@@ -125,17 +145,50 @@ LOCAL_OPTIONS = {
     "window_size": None,
     "window_attn_skip_freq": None,
 }
+GPU_OPTIONS = {
+    name: LOCAL_OPTIONS[name]
+    for name in ("bias_activation_fusion", "softmax_type", "window_size", "window_attn_skip_freq")
+}
+"""What differs from the training of ``bench_lora``, so that all products are plain ones."""
 
 
-def step(model: Any) -> dict[str, torch.Tensor]:
-    """Runs a step; returns the loss and every adapter's gradients."""
+def batch() -> dict[str, Any]:
+    """Returns the arguments of a call of a model."""
     length = SHAPE["sequence"]
     drawn = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(SHAPE["vocabulary"], (2, length), generator=drawn)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-    loss = model(tokens, torch.arange(length).expand(2, -1), mask, labels=tokens).mean()
+    found = {
+        "input_ids": tokens,
+        "position_ids": torch.arange(length).expand(2, -1),
+        "attention_mask": None if HAS_GPU else mask,
+        "labels": tokens,
+    }
+    if HAS_GPU:
+        found = {name: None if one is None else one.cuda() for name, one in found.items()}
+    return found
+
+
+def outputs_of(model: Any, call: Callable[[], object]) -> dict[str, torch.Tensor]:
+    """Returns what the layers of a model give in a call."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, given: found.append(given[0].detach()))
+        for layer in layers(model)
+    ]
+    call()
+    for hook in hooks:
+        hook.remove()
+    return {f"output {number}": one for number, one in enumerate(found)}
+
+
+def step(model: Any) -> dict[str, torch.Tensor]:
+    """Runs a step; returns the loss, the layers' outputs, and every adapter's gradients."""
+    losses: list[torch.Tensor] = []
+    found = outputs_of(model, lambda: losses.append(model(**batch()).float().mean()))
+    (loss,) = losses
     loss.backward()
-    found = {"loss": loss.detach()}
+    found["loss"] = loss.detach()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == ("adapter" in name), name
         if parameter.grad is not None:
@@ -143,34 +196,52 @@ def step(model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Returns the relative distance of two tensors."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
 def check(form: str) -> str:
     """Compares a form of adapters with alltoall's; returns a line.
 
     Raises:
-        AssertionError: A layer is not ours, or a number is another.
+        AssertionError: A layer is not ours, a number is another, or additions change no output.
     """
     from megatron.bridge.peft.lora import LoRA
 
     is_grouped, arguments = FORMS[form]
-    found = []
+    found, models = [], []
     for dispatcher in ("flashmoe", "alltoall"):
-        peft = LoRA(dim=4, alpha=8, **copy.deepcopy(arguments))
+        peft = LoRA(dim=RANK, alpha=2 * RANK, **copy.deepcopy(arguments))
         model = build(dispatcher, is_grouped=is_grouped, peft=peft)
         for layer in layers(model):
             assert hasattr(layer, "flashmoe_routed_experts") is (dispatcher == "flashmoe")
+        models.append(model)
         found.append(step(model))
+        if HAS_GPU and dispatcher == "flashmoe":
+            (layer,) = layers(model)
+            assert isinstance(layer.flashmoe_routed_experts.backend, KernelBackend)
+    parameters = zip(*(each.named_parameters() for each in models), strict=True)
+    for (name, ours), (_, theirs) in parameters:
+        assert torch.equal(ours, theirs), f"{form}: {name} began elsewhere"
     got, want = found
     assert got.keys() == want.keys()
-    worst = 0.0
+    peft.disable_adapter_layers(model)
+    plain = outputs_of(model, lambda: model(**batch()))
+    for name, one in plain.items():
+        assert apart(one, want[name]) > 5 * TOLERANCE, f"{form}: additions do not change {name}"
+    worst = {"outputs": 0.0, "factors of experts": 0.0, "other factors": 0.0}
     for name, one in want.items():
         assert one.any(), f"{form}: {name} is 0"
-        apart = float((got[name] - one).norm() / one.norm())
-        assert apart <= TOLERANCE, (form, name, apart)
-        worst = max(worst, apart)
+        distance = apart(got[name], one)
+        assert distance <= TOLERANCE, (form, name, distance)
+        kind = "factors of experts" if ".experts." in name else "other factors"
+        if name == "loss" or name.startswith("output"):
+            kind = "outputs"
+        worst[kind] = max(worst[kind], distance)
     of_experts = sum(".experts." in name for name in want)
-    return (
-        f"{form}: loss {float(got['loss']):.6f}; {of_experts} factors of experts within {worst:.1e}"
-    )
+    kinds = ", ".join(f"{kind} within {distance:.1e}" for kind, distance in worst.items())
+    return f"{form}: loss {float(got['loss']):.6f}; {of_experts} factors of experts; {kinds}"
 
 
 def refusals() -> dict[str, Any]:
@@ -201,19 +272,30 @@ def check_refused(words: str, peft: Any) -> str:
 
 
 def main(say: Callable[[str], object] = print) -> None:
-    dist.init_process_group("gloo")
-    bridge.prepare()
+    if HAS_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if HAS_GPU else "gloo")
+    if not HAS_GPU:
+        bridge.prepare()
     install()
-    stand_in_for_grouped_linears()
+    if not HAS_GPU:
+        stand_in_for_grouped_linears()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=dist.get_world_size(), expert_tensor_parallel_size=1
+        expert_model_parallel_size=dist.get_world_size(),
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=not HAS_GPU,
     )
-    lines = [check(form) for form in FORMS]
-    lines += [check_refused(words, peft) for words, peft in refusals().items()]
-    if dist.get_rank() == 0:
-        for line in lines:
+    is_first = dist.get_rank() == 0
+    for form in FORMS:
+        line = check(form)
+        if is_first:
+            say(line)
+    # A refusal comes before any work, so that processors show all there is to it.
+    for words, peft in () if HAS_GPU else refusals().items():
+        line = check_refused(words, peft)
+        if is_first:
             say(line)
     dist.barrier()
     dist.destroy_process_group()

@@ -353,7 +353,6 @@ def check_conversion(recipe: Recipe, folder: Path) -> str:
         AssertionError: A weight is another than alltoall's, or not what was saved.
     """
     from megatron.bridge import AutoBridge
-    from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig
 
     config = Qwen3MoeConfig(
@@ -379,22 +378,36 @@ def check_conversion(recipe: Recipe, folder: Path) -> str:
     assert all(torch.equal(exported[name], wanted[name]) for name in wanted)
     of_experts = [name for name in exported if ".experts." in name]
     assert len(of_experts) == LAYERS * CUT["num_moe_experts"] * 3
+    load_again(bridge, config, [ours], exported, folder)
+    return (
+        f"{len(exported)} tensors to Hugging Face, {len(of_experts)} of experts, with the bits of "
+        "alltoall's, and back"
+    )
+
+
+def load_again(
+    bridge: Any, config: Any, models: list[Any], exported: dict[str, torch.Tensor], folder: Path
+) -> None:
+    """Saves what was exported of models as Hugging Face does, and loads it into them. Collective.
+
+    Raises:
+        AssertionError: A weight is another than before.
+    """
+    from safetensors.torch import save_file
+
     if dist.get_rank() == 0:
         config.save_pretrained(folder)
         weights = {name: tensor.contiguous() for name, tensor in exported.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     dist.barrier()
-    saved = {name: parameter.detach().clone() for name, parameter in ours.named_parameters()}
+    named = [(name, each) for model in models for name, each in model.named_parameters()]
+    saved = [parameter.detach().clone() for _, parameter in named]
     with torch.no_grad():
-        for parameter in ours.parameters():
+        for _, parameter in named:
             parameter.zero_()
-    bridge.load_hf_weights([ours], hf_path=str(folder))
-    for name, parameter in ours.named_parameters():
-        assert torch.equal(parameter, saved[name]), name
-    return (
-        f"{len(exported)} tensors to Hugging Face, {len(of_experts)} of experts, with the bits of "
-        "alltoall's, and back"
-    )
+    bridge.load_hf_weights(models, hf_path=str(folder))
+    for (name, parameter), before in zip(named, saved, strict=True):
+        assert torch.equal(parameter, before), name
 
 
 def main(say: Callable[[str], object] = print) -> None:

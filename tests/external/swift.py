@@ -95,10 +95,28 @@ def arguments(folder: Path) -> Any:
     return parse_args(MegatronSftArguments, words)[0]
 
 
+def make_local(config: Any) -> None:
+    """Leaves out of a configuration what a GPU or Transformer Engine would do."""
+    half = {"fp16": False, "bf16": False, "apply_query_key_layer_scaling": False}
+    for name, value in {**LOCAL, **half}.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+
+
+def use_local_layers() -> None:
+    """Has mcore-bridge build models of Megatron's own layers."""
+    from mcore_bridge.model.register import ModelLoader
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    def local_spec(self: Any, vp_stage: int | None = None) -> Any:
+        return get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
+
+    ModelLoader.get_transformer_layer_spec = local_spec
+
+
 def build(args: Any, *, is_stock: bool) -> Any:
     """Builds a model by the configuration that ms-swift makes; returns it in float32."""
     from mcore_bridge.model.register import ModelLoader
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from swift.megatron.model.utils import get_mcore_model_config
     from transformers import AutoConfig
@@ -107,24 +125,17 @@ def build(args: Any, *, is_stock: bool) -> Any:
 
     config = get_mcore_model_config(args, AutoConfig.from_pretrained(args.model))
     assert config.moe_token_dispatcher_type == "alltoall"
-    half = {"fp16": False, "bf16": False, "apply_query_key_layer_scaling": False}
-    for name, value in {**LOCAL, **half}.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
+    make_local(config)
     if is_stock:
         keep_dispatcher(config)
-
-    def local_spec(self: Any, vp_stage: int | None = None) -> Any:
-        return get_gpt_decoder_block_spec(self.config, use_transformer_engine=False)
-
-    ModelLoader.get_transformer_layer_spec = local_spec
+    use_local_layers()
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
     return ModelLoader(config).build_model()
 
 
-def handed_over(model: Any) -> dict[str, torch.Tensor]:
-    """The weights that mcore-bridge gives a rollout's engine. Collective."""
+def name_for_the_bridge(model: Any) -> None:
+    """Gives local layers' weights the places, too, at which mcore-bridge looks for them."""
     for layer in model.decoder.layers:
         # The bridge knows Transformer Engine's modules, which hold the norm before a product.
         norm = layer.input_layernorm.weight
@@ -135,6 +146,11 @@ def handed_over(model: Any) -> dict[str, torch.Tensor]:
             weights = [getattr(each, name).weight for each in layer.experts.local_experts]
             numbered = {f"weight{number}": weight for number, weight in enumerate(weights)}
             object.__setattr__(layer.experts, name, SimpleNamespace(**numbered))
+
+
+def handed_over(model: Any) -> dict[str, torch.Tensor]:
+    """The weights that mcore-bridge gives a rollout's engine. Collective."""
+    name_for_the_bridge(model)
     return {name: tensor.clone() for name, tensor in model.config.bridge.export_weights([model])}
 
 

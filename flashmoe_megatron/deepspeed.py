@@ -5,6 +5,12 @@ if __name__ == "__main__":
 
     raise SystemExit(describe("flashmoe_megatron.deepspeed", __doc__))
 
-from flashmoe_megatron.adapters.deepspeed.initialize import attach, initialize, install, uninstall
+from flashmoe_megatron.adapters.deepspeed.initialize import (
+    attach,
+    initialize,
+    install,
+    repeated_steps,
+    uninstall,
+)
 
-__all__ = ["attach", "initialize", "install", "uninstall"]
+__all__ = ["attach", "initialize", "install", "repeated_steps", "uninstall"]

@@ -1,5 +1,6 @@
-"""Repeats a step of a PyTorch training in which a rank received more rows than the bound."""
+"""Repeats a step of a training in which a rank received more rows than the bound."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,91 @@ from flashmoe_megatron.saved import Saved
 from flashmoe_megatron.select import living_backends
 
 
-class RepeatedSteps:
+class Steps(ABC):
     """Runs the steps of a training loop, each a second time if its rows did not fit.
+
+    Attributes:
+        num_repeats: Steps that were repeated so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_repeats = 0
+        self._in_a_row = 0
+
+    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns what a step returns. Collective over all ranks of the job.
+
+        The step gets the same arguments again, and must leave them as they are.
+
+        Raises:
+            ConfigError: Experts are on several hosts, or a gradient that is to be dropped is left.
+            RowBoundError: Ten steps in a row did not fit, or a repeated one did not.
+            FlashMoEError: Another error that layers have put off.
+        """
+        if any(backend.within is not backend for backend in living_backends()):
+            raise ConfigError(
+                "steps of experts over several hosts cannot be repeated: wanted expert-parallel "
+                "groups of one host, or a loop without RepeatedSteps"
+            )
+        saved = self._save()
+        self._drop_gradients()
+        with ATTEMPTS.open():
+            result = step(*args, **kwargs)
+            _find_faults()
+        (has_overflown,) = _agree(ATTEMPTS.has_overflown)
+        if not has_overflown:
+            for error in ATTEMPTS.errors:
+                raise error
+            self._in_a_row = 0
+            return result
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise ATTEMPTS.final_error(f"the {MOST_IN_A_ROW} steps before have been repeated")
+        del result
+        saved.restore()
+        self._check()
+        self._drop_gradients()
+        self._refuse_left()
+        with ATTEMPTS.open(), ATTEMPTS.exact():
+            result = step(*args, **kwargs)
+            _find_faults()
+        most, has_overflown = _agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
+        if has_overflown:
+            raise ATTEMPTS.final_error("the step has been repeated, but not with exact buffers")
+        for error in ATTEMPTS.errors:
+            raise error
+        ATTEMPTS.grow(most)
+        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
+        return result
+
+    @property
+    @abstractmethod
+    def _model(self) -> nn.Module:
+        """The module that steps train."""
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Refuses a model whose gradients cannot be dropped."""
+
+    @abstractmethod
+    def _save(self) -> Saved:
+        """Saves what a step changes besides gradients."""
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Sets all gradients to zero, before every step."""
+
+    def _refuse_left(self) -> None:
+        """Refuses gradients of the first attempt that were not dropped, which may be NaN."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise ConfigError(
+                    f"zero_grad has left a gradient of {name}, so that the step cannot be "
+                    "repeated: wanted what sets all gradients of the model to zero or None"
+                )
+
+
+class RepeatedSteps(Steps):
+    """Runs the steps of a PyTorch loop, each a second time if its rows did not fit.
 
     A step is a function that computes gradients, of one batch or of several::
 
@@ -36,70 +120,24 @@ class RepeatedSteps:
         zero_grad: Sets all gradients to zero; it is called before every step, so that gradients of
             several steps are no sum.
 
-    Attributes:
-        num_repeats: Steps that were repeated so far.
-
     Raises:
         ConfigError: ``model`` is an engine of DeepSpeed, has layers that are for one, or parameters
             whose gradients ZeRO keeps elsewhere.
     """
 
     def __init__(self, model: nn.Module, zero_grad: Callable[[], object]) -> None:
-        self._model, self._zero_grad = model, zero_grad
-        self.num_repeats = 0
-        self._in_a_row = 0
-        self._refuse_owners()
+        super().__init__()
+        self._given, self._zero_grad = model, zero_grad
+        self._check()
 
-    def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns what a step returns. Collective over all ranks of the job.
+    @property
+    def _model(self) -> nn.Module:
+        return self._given
 
-        The step gets the same arguments again, and must leave them as they are.
-
-        Raises:
-            ConfigError: Experts are on several hosts, or a gradient that is to be dropped is left.
-            RowBoundError: Ten steps in a row did not fit, or a repeated one did not.
-            FlashMoEError: Another error that layers have put off.
-        """
-        if any(backend.within is not backend for backend in living_backends()):
-            raise ConfigError(
-                "steps of experts over several hosts cannot be repeated: wanted expert-parallel "
-                "groups of one host, or a loop without RepeatedSteps"
-            )
-        saved = Saved(list(self._model.buffers()))
-        self._zero_grad()
-        with ATTEMPTS.open():
-            result = step(*args, **kwargs)
-            _find_faults()
-        (has_overflown,) = _agree(ATTEMPTS.has_overflown)
-        if not has_overflown:
-            for error in ATTEMPTS.errors:
-                raise error
-            self._in_a_row = 0
-            return result
-        if self._in_a_row == MOST_IN_A_ROW:
-            raise ATTEMPTS.final_error(f"the {MOST_IN_A_ROW} steps before have been repeated")
-        del result
-        saved.restore()
-        self._refuse_owners()  # an engine may have come later
-        self._zero_grad()
-        self._refuse_left()
-        with ATTEMPTS.open(), ATTEMPTS.exact():
-            result = step(*args, **kwargs)
-            _find_faults()
-        most, has_overflown = _agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
-        if has_overflown:
-            raise ATTEMPTS.final_error("the step has been repeated, but not with exact buffers")
-        for error in ATTEMPTS.errors:
-            raise error
-        ATTEMPTS.grow(most)
-        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
-        return result
-
-    def _refuse_owners(self) -> None:
-        """Refuses a model with gradients that its engine keeps out of the parameters' sight."""
+    def _check(self) -> None:
         way_out = (
-            "cannot be dropped: wanted a module of PyTorch, or no RepeatedSteps and a larger "
-            "row_bound"
+            "zero_grad cannot drop: wanted a module of PyTorch, or repeated_steps(engine) of "
+            "flashmoe_megatron.deepspeed"
         )
         for module in self._model.modules():
             if _is_of_deepspeed(module):
@@ -114,14 +152,11 @@ class RepeatedSteps:
                     f"{way_out}"
                 )
 
-    def _refuse_left(self) -> None:
-        """Refuses gradients of the first attempt that zero_grad has left, which may be NaN."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None and bool(parameter.grad.any()):
-                raise ConfigError(
-                    f"zero_grad has left a gradient of {name}, so that the step cannot be "
-                    "repeated: wanted what sets all gradients of the model to zero or None"
-                )
+    def _save(self) -> Saved:
+        return Saved(list(self._model.buffers()))
+
+    def _drop_gradients(self) -> None:
+        self._zero_grad()
 
 
 _OF_ZERO = "_hp_mapping", "ds_id"

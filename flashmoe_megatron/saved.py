@@ -68,6 +68,29 @@ def save_generators() -> Callable[[], None]:
     return restore
 
 
+def save_tracker(tracker: Any) -> Callable[[], None]:
+    """Saves the named generators of a tracker, as Megatron and DeepSpeed have one.
+
+    Returns what restores them.
+    """
+    saved = {name: _state_of(one) for name, one in tracker.get_states().items()}
+
+    def restore() -> None:
+        states = tracker.get_states()
+        for name, state in saved.items():
+            if isinstance(states.get(name), torch.Generator):  # which graphs have registered
+                states[name].set_state(state)
+            else:
+                states[name] = state
+        tracker.set_states({name: states[name] for name in saved})
+
+    return restore
+
+
+def _state_of(one: torch.Tensor | torch.Generator) -> torch.Tensor:
+    return one.get_state() if isinstance(one, torch.Generator) else one.clone()
+
+
 def _copy(value: Any) -> Any:
     """Copies tensors, tables, lists and entries of tables; groups and numbers stay."""
     if isinstance(value, torch.Tensor):

@@ -146,7 +146,7 @@ DEEPSPEED = [
     ["experts", "forwards", "routes", "settings"],
     ["gates", "routed"],
     ["layers", "metrics", "slices"],
-    ["autoep", "native", "notices", "refusals"],
+    ["autoep", "native", "notices", "refusals", "repeats"],
     ["attach"],
     ["initialize"],
 ]

@@ -25,6 +25,7 @@ from flashmoe_megatron.adapters.deepspeed.settings import (
 from flashmoe_megatron.adapters.patch import original_of, patch
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.releases import DEEPSPEED
+from flashmoe_megatron.repeats import Steps
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -91,6 +92,33 @@ def attach(engine: Any) -> dict[str, str]:
         return read_settings(config) if SECTION in config else Settings(enabled=True)
 
     return _attach(engine, Ranks(dist.group.WORLD).each(read))
+
+
+def repeated_steps(engine: Any) -> Steps:
+    """Makes what runs the steps of an engine, each a second time if its rows did not fit.
+
+    A step is a function that computes the gradients of one whole batch, and ends before the
+    engine's own step::
+
+        def train_step(batches):
+            for number, batch in enumerate(batches):
+                if number:
+                    engine.step()  # between two micro-batches
+                engine.backward(engine(batch))
+
+        steps = repeated_steps(engine)
+        for batches in loader:
+            steps.run(train_step, batches)
+            engine.step()
+
+    All else is as with :class:`flashmoe_megatron.RepeatedSteps`.
+
+    Raises:
+        ConfigError: The engine's gradients cannot be dropped.
+    """
+    from flashmoe_megatron.adapters.deepspeed.repeats import EngineSteps
+
+    return EngineSteps(engine)
 
 
 def _initialize(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.megatron.routed import built_experts
-from flashmoe_megatron.saved import Saved, Table
+from flashmoe_megatron.saved import Saved, Table, save_tracker
 
 _QK_MAXIMA = "current_max_attn_logits"
 """The attribute of an attention that has its largest logits since the last step, or ``None``."""
@@ -54,29 +54,9 @@ class Changing:
         return Saved(present, tables, [_save_tracker])
 
 
-def _tracker() -> Any:
-    return sys.modules[_RANDOM].get_cuda_rng_tracker()
-
-
 def _save_tracker() -> Callable[[], None]:
     """Saves the generators of Megatron's tracker; returns what restores them."""
-    saved = {name: _state_of(one) for name, one in _tracker().get_states().items()}
-
-    def restore() -> None:
-        tracker = _tracker()
-        states = tracker.get_states()
-        for name, state in saved.items():
-            if isinstance(states.get(name), torch.Generator):  # which graphs have registered
-                states[name].set_state(state)
-            else:
-                states[name] = state
-        tracker.set_states({name: states[name] for name in saved})
-
-    return restore
-
-
-def _state_of(one: torch.Tensor | torch.Generator) -> torch.Tensor:
-    return one.get_state() if isinstance(one, torch.Generator) else one.clone()
+    return save_tracker(sys.modules[_RANDOM].get_cuda_rng_tracker())
 
 
 def _losses() -> Iterator[Table]:

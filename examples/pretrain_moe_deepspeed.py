@@ -4,7 +4,8 @@ The model is plain PyTorch with ``deepspeed.moe.layer.MoE`` for its FFNs; all ra
 one expert-parallel group, optimizer and gradients are sharded by ZeRO-2. The one difference between
 the two runs is ``"flashmoe": {"enabled": true}`` in the configuration: the first has it, is saved,
 and is loaded into an engine with DeepSpeed's own layers; the second is made with these from the
-start, and the losses of both are printed side by side.
+start, and the losses of both are printed side by side. With ``--flashmoe-gate`` there is no second
+run, since DeepSpeed has no layers with that gate.
 
 Run by examples/pretrain_moe_deepspeed.sh, or under torchrun where everything is installed. On
 Hopper GPUs the experts run in the fused kernel, in bfloat16; without a GPU on the reference
@@ -62,6 +63,12 @@ def parse_args() -> argparse.Namespace:
     add("--num-microbatches", type=count, default=2)
     add("--output", type=Path, default=Path("runs/pretrain_moe_deepspeed"), help="checkpoint")
     add("--flashmoe-backend", choices=["auto", "kernel", "reference"], default="auto")
+    add(
+        "--flashmoe-gate",
+        choices=["router", "gshard", "sigmoid", "xmoe"],
+        default="router",
+        help="another gate than DeepSpeed's, which no run with its own layers is compared with",
+    )
     add("--no-comparison", action="store_true", help="leave the run with DeepSpeed's layers out")
     add("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # older launchers pass it
     return parser.parse_args()
@@ -97,6 +104,7 @@ class Block(nn.Module):
             k=args.topk,
             capacity_factor=args.capacity_factor,
             eval_capacity_factor=args.capacity_factor,
+            drop_tokens=args.flashmoe_gate in ("router", "gshard"),  # the others have no capacity
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,7 +194,11 @@ def build_engine(args: argparse.Namespace, *, fused: bool) -> Any:
         "bf16": {"enabled": HAS_GPU},
     }
     if fused:
-        config["flashmoe"] = {"enabled": True, "backend": args.flashmoe_backend}
+        config["flashmoe"] = {
+            "enabled": True,
+            "backend": args.flashmoe_backend,
+            "gate": args.flashmoe_gate,
+        }
     engine, *_ = initialize(model=model, config=config)
     return engine
 
@@ -273,16 +285,18 @@ def main() -> NoReturn:
     engine.save_checkpoint(str(args.output / "checkpoint"))
     log(f"saved {args.output / 'checkpoint'}; validation loss {valid_loss:.5f}")
     engine.destroy()
-    engine = build_engine(args, fused=False)
+    has_counterpart = args.flashmoe_gate == "router"
+    engine = build_engine(args, fused=not has_counterpart)
     engine.load_checkpoint(str(args.output / "checkpoint"))
     reloaded = evaluate(engine, valid_text, args)
-    log(f"validation loss of the checkpoint loaded into DeepSpeed's own layers: {reloaded:.5f}")
+    other = "DeepSpeed's own layers" if has_counterpart else "a new engine"
+    log(f"validation loss of the checkpoint loaded into {other}: {reloaded:.5f}")
     engine.destroy()
 
     failures = judge_reload(valid_loss, reloaded)
     if not mean_of_last(losses, args) < losses[0]:
         failures.append("the loss did not fall")
-    if not args.no_comparison:
+    if has_counterpart and not args.no_comparison:
         stock = train(build_engine(args, fused=False), train_text, args, "deepspeed")
         failures += compare(losses, stock, "DeepSpeed", args)
     log(

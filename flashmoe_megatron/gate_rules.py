@@ -122,10 +122,21 @@ def xmoe_logits(
     return cosines / temperature.to(tokens).clamp(min=LEAST_TEMPERATURE)
 
 
+def routes_to(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Counts each expert among numbers of experts, of which -1 is none.
+
+    The host waits for nothing, as it would in ``torch.bincount``, so that a CUDA graph can have it.
+    """
+    places = experts.flatten()
+    places = places.masked_fill(places < 0, num_experts)
+    counts = places.new_zeros(num_experts + 1)
+    return counts.index_add(0, places, torch.ones_like(places))[:num_experts]
+
+
 def balance_loss(choice: Choice) -> torch.Tensor:
     """``E * sum(mean score * share of counted choices)``, 1 where all is even."""
     num_tokens, num_experts = choice.scores.shape
-    counts = torch.bincount(choice.counted.flatten(), minlength=num_experts)
+    counts = routes_to(choice.counted, num_experts)
     share = (counts.double() / max(choice.counted.numel(), 1)).to(choice.scores)
     return num_experts * (choice.scores.sum(0) / max(num_tokens, 1) * share).sum()
 

@@ -23,6 +23,7 @@ from flashmoe_megatron.gate_rules import (
     choose_sigmoid,
     choose_xmoe,
     gshard_capacity,
+    routes_to,
     xmoe_logits,
     xmoe_width,
 )
@@ -110,12 +111,11 @@ class Gate(nn.Module):
         logs = self._logs(choice.topk_idx, choice.dropped)
         return Routing(x, choice.topk_idx, choice.topk_weight, balance_loss(choice), logs)
 
-    def _logs(self, topk_idx: torch.Tensor, dropped: torch.Tensor | int) -> dict[str, torch.Tensor]:
-        chosen = topk_idx >= 0
+    def _logs(self, topk_idx: torch.Tensor, dropped: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            "load": torch.bincount(topk_idx[chosen], minlength=self.num_experts),
-            "dropped": torch.as_tensor(dropped, device=topk_idx.device),
-            "unrouted": (~chosen.any(1)).sum(),
+            "load": routes_to(topk_idx, self.num_experts),
+            "dropped": dropped,
+            "unrouted": (~(topk_idx >= 0).any(1)).sum(),
         }
 
 
@@ -324,7 +324,7 @@ class SoftMoEGate(Gate):
             topk_idx,
             wide.new_ones(topk_idx.shape),
             wide.new_zeros(()),
-            self._logs(topk_idx, 0),
+            self._logs(topk_idx, topk_idx.new_zeros(())),
             mixing=logits.softmax(2),
         )
 

@@ -857,11 +857,18 @@ MUTATIONS = (
         "::test_gshard_without_a_capacity_drops_nothing_and_tries_second_choices_all_the_same",
     ),
     Mutation(
+        "the host waits for a gate's counts",
+        "routes_to",
+        "places.masked_fill(places < 0, num_experts)",
+        "places[places >= 0]",
+        "tests/unit/test_gates.py::test_the_host_reads_nothing_of_a_gate",
+    ),
+    Mutation(
         "gradients of X-MoE's parameters stay on each of the ranks that share a sequence",
         "__init__",
         "parameter.sequence_parallel = config.sequence_parallel",
         "parameter.sequence_parallel = False",
-        "tests/megatron/test_gates.py::test_xmoe_trains_alike_with_and_without_tensor_parallelism",
+        "tests/megatron/test_gates.py::test_a_gate_trains_alike_with_and_without_tensor_parallelism",
     ),
     Mutation(
         "Megatron's auxiliary loss of GShard is that of two counted choices",

@@ -72,6 +72,21 @@ def compare_gate(group: dist.ProcessGroup, name: str) -> None:
     assert bool(want.logs["dropped"]) == (name == "gshard")
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("gate", ["gshard", "xmoe"])
+def test_a_gate_that_is_computed_again_chooses_the_same(
+    gate: str, reentrant: bool, two_ranks: RankPool
+) -> None:
+    """The second choices that GShard draws, too."""
+    case = Case(model=NO_DROP, zero=2, micro_batches=2, settings={"gate": gate})
+    kept = two_ranks.run(train, case, True)
+    model = {**NO_DROP, "checkpointing": True, "reentrant": reentrant}
+    again = two_ranks.run(train, dataclasses.replace(case, model=model), True)
+    for want, got in zip(kept, again, strict=True):
+        assert_same(got, want, DEEPSPEED.tolerance)
+        assert sum(got.calls) > sum(want.calls)
+
+
 @pytest.mark.parametrize("zero", [1, 2])
 def test_xmoe_is_trained_saved_and_loaded(zero: int, two_ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path)

@@ -73,18 +73,18 @@ def test_sigmoids_train_as_megatrons_own(
 def test_gshard_that_tries_all_second_choices_trains_as_megatrons_top2(two_ranks: RankPool) -> None:
     case = Case(EP2, config={"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1e-2})
     own = train_with("router", case, two_ranks)
-    ours = two_ranks.run(train_without_draws, case)
+    ours = two_ranks.run(train_without_draws, case, "gshard")
     for want, got in zip(own, ours, strict=True):
         assert_same(got, want, MEGATRON.tolerance, MEGATRON.determined)
 
 
-def train_without_draws(group: dist.ProcessGroup, case: Case) -> Outcome:
+def train_without_draws(group: dist.ProcessGroup, case: Case, gate: str) -> Outcome:
     prepare(case.layout)
     from flashmoe_megatron.adapters.megatron.gate_routers import GShardRouter
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GShardRouter, "random_second", False)
-        return train(group, dataclasses.replace(case, settings={"gate": "gshard"}), True)
+        return train(group, dataclasses.replace(case, settings={"gate": gate}), True)
 
 
 MAKERS: dict[str, tuple[type[Gate], dict[str, Any], dict[str, Any]]] = {
@@ -162,29 +162,31 @@ def logged(name: str) -> float:
     return float(get_moe_metrics_tracker().metrics[name].values[0])
 
 
-def test_xmoe_trains_alike_with_and_without_tensor_parallelism(
-    two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
+PARAMETERS = {"gshard": {"weight"}, "xmoe": {"projection", "embeddings", "temperature"}}
+
+
+@pytest.mark.parametrize("gate", PARAMETERS)
+def test_a_gate_trains_alike_with_and_without_tensor_parallelism(
+    gate: str, two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """From one checkpoint; ranks that share a sequence have a part of the gradient each."""
+    """From one checkpoint; ranks that share a sequence have a part of the gradient each.
+
+    GShard tries all second choices here, since ranks draw numbers of their own.
+    """
     folder = str(tmp_path / "checkpoint")
     config = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 1e-2}
-    settings = {"gate": "xmoe"}
-    two_ranks.run(train, Case(EP2, config=config, settings=settings, steps=1, save_to=folder), True)
-    loads = Case(EP2, config=config, settings=settings, load_from=folder, loads_optimizer=False)
-    alone = two_ranks.run(train, loads, True)
-    shared = four_ranks.run(
-        train, dataclasses.replace(loads, layout=Layout(expert=2, tensor=2)), True
-    )
+    saves = Case(EP2, config=config, steps=1, save_to=folder)
+    two_ranks.run(train_without_draws, saves, gate)
+    loads = Case(EP2, config=config, load_from=folder, loads_optimizer=False)
+    alone = two_ranks.run(train_without_draws, loads, gate)
+    over_four = dataclasses.replace(loads, layout=Layout(expert=2, tensor=2))
+    shared = four_ranks.run(train_without_draws, over_four, gate)
     for rank, got in enumerate(shared):
         want = alone[rank // 2]  # which has the same sequences
         assert got.losses == pytest.approx(want.losses, rel=1e-5)
         assert got.grad_norms == pytest.approx(want.grad_norms, rel=1e-4)
     names = [name for name in alone[0].parameters if ".router." in name]
-    assert {name.split(".router.")[1] for name in names} == {
-        "projection",
-        "embeddings",
-        "temperature",
-    }
+    assert {name.split(".router.")[1] for name in names} == PARAMETERS[gate]
     for name in names:
         parameters = (shared[0].parameters[name], alone[0].parameters[name])
         torch.testing.assert_close(*parameters, rtol=1e-3, atol=1e-4)
@@ -236,3 +238,42 @@ def test_a_router_of_the_users_own_is_not_replaced(monkeypatch: pytest.MonkeyPat
 def test_a_gate_that_sees_later_tokens_is_refused(gate: Any) -> None:
     with pytest.raises(ConfigError, match=f"--flashmoe-gate '{gate}': .* depend on later tokens"):
         adapter.Settings(gate=gate)
+
+
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "whole_layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+    "moe_layers": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+@pytest.mark.parametrize("gate", ["gshard", "xmoe"])
+@pytest.mark.parametrize("what", RECOMPUTED)
+def test_a_gate_that_is_computed_again_chooses_the_same(
+    what: str, gate: str, two_ranks: RankPool
+) -> None:
+    """The second choices that GShard draws, too; and each loss counts once."""
+    case = Case(EP2, config={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 1e-2})
+    kept = train_with(gate, case, two_ranks)
+    again = train_with(gate, case, two_ranks, **RECOMPUTED[what])
+    for want, got in zip(kept, again, strict=True):
+        assert_same(got, want, MEGATRON.tolerance, MEGATRON.determined)
+        assert sum(got.calls) > sum(want.calls)
+
+
+@pytest.mark.parametrize("gate", ["gshard", "sigmoid", "xmoe"])
+def test_a_gate_in_graphs_beside_the_launch_chooses_the_same(
+    gate: str, two_ranks: RankPool
+) -> None:
+    case = Case(EP2, config={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 1e-2})
+    eager = train_with(gate, case, two_ranks)
+    graphed = dataclasses.replace(case, graphs=1)
+    parts = {
+        "cuda_graph_impl": "transformer_engine",
+        "cuda_graph_scope": ["moe_router", "moe_preprocess"],
+    }
+    for want, got in zip(eager, train_with(gate, graphed, two_ranks, **parts), strict=True):
+        assert_same(got, want, MEGATRON.tolerance, MEGATRON.determined)

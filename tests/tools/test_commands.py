@@ -29,6 +29,7 @@ from tools.bench import (
     common,
     compare_libraries,
     gate,
+    launches,
     multipath,
 )
 from tools.bench.bench_training import logs
@@ -45,7 +46,7 @@ def fit_in(folder: Path, *, by_copies: bool = False) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tool", [bench_layer, bench_peers, compare_libraries])
+@pytest.mark.parametrize("tool", [bench_layer, bench_peers, compare_libraries, launches])
 def test_without_a_gpu_nothing_is_measured(tool, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main(["--out", str(tmp_path / "out.jsonl")]) == 2

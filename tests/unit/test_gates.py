@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashmoe_megatron.errors import ConfigError, RoutingError, ShapeError
 from flashmoe_megatron.gates import (
@@ -531,3 +532,14 @@ def test_gate_and_layer_may_be_wrapped(name: str):
     got, wrapped = model(x)
     assert torch.equal(got, want)
     assert torch.equal(wrapped.topk_idx, routing.topk_idx)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_host_reads_nothing_of_a_gate(name: str) -> None:
+    """Fake tensors have no values, so that whatever a CUDA graph could not capture is an error."""
+    gate = make_gate(name, torch.float32)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        routing = gate(mode.from_tensor(torch.randn(TOKENS, HIDDEN)).requires_grad_())
+        finished = routing.finish(routing.tokens)
+        (finished.sum() + routing.topk_weight.sum() + routing.aux_loss).backward()

@@ -20,6 +20,7 @@ from flashmoe_megatron.gate_rules import (
     choose_sigmoid,
     choose_xmoe,
     gshard_capacity,
+    routes_to,
     xmoe_logits,
     xmoe_width,
 )
@@ -66,7 +67,7 @@ class PaperGate(TopKGate):  # type: ignore[misc]
         indices[used] = choice.topk_idx
         weights = choice.topk_weight.new_zeros(shape).index_put((used,), choice.topk_weight)
         num_experts = choice.scores.shape[1]
-        counts = torch.bincount(choice.asked[choice.asked >= 0], minlength=num_experts)
+        counts = routes_to(choice.asked, num_experts)
         loss = balance_loss(choice)
         return loss, None, num_experts, indices.int().t(), None, weights.t(), counts
 

@@ -71,10 +71,13 @@ class AdaptedWeights(ExpertWeights):
 
         ``wanted`` says so for each of all tensors, in the order of the fields.
         """
+        return any(wanted[: len(self.fc1)]) or self.trains_factors_of_fc1(wanted)
+
+    def trains_factors_of_fc1(self, wanted: Sequence[bool]) -> bool:
+        """Tells whether factors of fc1's addition get a gradient; ``wanted`` is as above."""
         num_own = sum(map(len, (self.fc1, self.fc2, self.fc1_bias, self.fc2_bias)))
         num_factors = len(self.fc1_down) + len(self.fc1_up)
-        of_factors = wanted[num_own : num_own + num_factors]
-        return any(wanted[: len(self.fc1)]) or any(of_factors)
+        return any(wanted[num_own : num_own + num_factors])
 
 
 @dataclass(frozen=True)

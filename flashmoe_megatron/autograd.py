@@ -321,6 +321,7 @@ class _RoutedExperts(torch.autograd.Function):
                     layer=call.layer,
                     router=call.router,
                     trains_fc1=_trains_fc1(ctx, weights),
+                    gives_rows=_gives_rows(ctx, weights),
                 )
             if not isinstance(saved, NaNResult):
                 rows = getattr(saved, "rows", None)
@@ -376,6 +377,7 @@ class _RoutedExperts(torch.autograd.Function):
                 first_plan=saved.first_plan,
                 layer=saved.layer,
                 trains_fc1=_trains_fc1(ctx, weights),
+                gives_rows=_gives_rows(ctx, weights),
             )[1]  # the output, which the backward does not need, is freed here
         elif isinstance(saved, NaNResult) and not saved.is_put_off and ctx.backend.keep == "inputs":
             saved = _refused_again(ctx.backend, saved)
@@ -434,6 +436,12 @@ def _trains_fc1(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
     if isinstance(weights, AdaptedWeights):
         return weights.trains_fc1(_wanted(ctx, weights))
     return any(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + num])
+
+
+def _gives_rows(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
+    if not isinstance(weights, AdaptedWeights):
+        return False
+    return weights.trains_factors_of_fc1(_wanted(ctx, weights))
 
 
 _NUM_BEFORE = 3

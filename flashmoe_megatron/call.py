@@ -42,6 +42,7 @@ class Given(NamedTuple):
     router: Router | None = None
     first_plan: torch.Tensor | None = None
     trains_fc1: bool = True
+    gives_rows: bool = False
 
 
 Targets = Sequence[WeightGrad | None]
@@ -159,8 +160,12 @@ class Backend(OfGroup, ABC):
             there; none where this rank's host has not waited for their announcements.
         attempts: The steps of this process, which may be repeated.
         hooks: Called before and after the stages of every call that the backend has.
+        reads_tokens: Whether its backwards read tokens where the caller has them. Then a forward
+            whose ``keep`` is "all" keeps them in place of rows, as with "preactivations", and
+            nothing is fetched again.
     """
 
+    reads_tokens: bool = False
     spare_slots: int = 0
     """Places of each rank for replicas of other ranks' experts, that are filled."""
     kind: ClassVar[str] = ""
@@ -215,6 +220,7 @@ class Backend(OfGroup, ABC):
         layer: int = 0,
         router: Router | None = None,
         trains_fc1: bool = True,
+        gives_rows: bool = False,
     ) -> tuple[torch.Tensor, Any]:
         """Applies the routed experts.
 
@@ -235,6 +241,8 @@ class Backend(OfGroup, ABC):
             router: Computes ``probs`` and ``routing_map`` first, which are its own tensors.
             trains_fc1: Whether a backward may want gradients of weights of fc1. If not, rows of
                 tokens are not kept for them.
+            gives_rows: Whether a backward will give rows of tokens to factors of fc1. If so, tokens
+                are no substitute for kept rows.
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an
@@ -252,7 +260,16 @@ class Backend(OfGroup, ABC):
         """
         is_followed = training if followed is None else followed
         given = Given(
-            x, probs, routing_map, training, is_followed, layer, router, first_plan, trains_fc1
+            x,
+            probs,
+            routing_map,
+            training,
+            is_followed,
+            layer,
+            router,
+            first_plan,
+            trains_fc1,
+            gives_rows,
         )
         try:
             return self._forward(given, weights)

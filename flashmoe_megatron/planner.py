@@ -422,7 +422,8 @@ def kept_bytes(config: MoEConfig, keep: Keep, *, element_bytes: int = 2) -> int:
     """Bytes that a forward keeps on one rank, at a perfect balance and without pad rows.
 
     The plan, some bytes a row, is not counted. With "preactivations" the layer's input is, which
-    is kept for another fetch and may be another layer's output.
+    is kept for another fetch and may be another layer's output. A backend whose backwards read
+    tokens keeps with "all" what it keeps with "preactivations".
     """
     routes, rows = config.max_tokens * config.topk, config.max_tokens
     elements = {
@@ -433,9 +434,16 @@ def kept_bytes(config: MoEConfig, keep: Keep, *, element_bytes: int = 2) -> int:
     return elements[keep] * element_bytes
 
 
-def describe_choice(config: MoEConfig) -> str:
-    """A sentence that says what "auto" chooses for a layer, and why."""
+def describe_choice(config: MoEConfig, *, reads_tokens: bool) -> str:
+    """A sentence that says what "auto" chooses for a layer, and why.
+
+    Args:
+        config: The layer's shape.
+        reads_tokens: Whether the backend's backwards read tokens in place of rows.
+    """
     chosen = choose_keep("auto", config)
+    if reads_tokens:
+        return f"keep auto is {chosen}: tokens are read in place of rows, of which none are kept"
     share = config.fc1_rows / (config.hidden + config.fc1_rows)
     return (
         f"keep auto is {chosen}: to fetch rows again would take {fetch_cost(config):.1%} of the "

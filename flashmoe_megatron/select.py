@@ -229,9 +229,11 @@ def _make_backend(
     def make(
         config: MoEConfig, within: dist.ProcessGroup | None, options: BackendOptions
     ) -> Backend:
+        backend = _class_of(chosen)(config, within, device=device, options=options)
         if chosen_options.keep == "auto":
-            _announce_once(f"MoE layers of {config.num_experts} experts: {describe_choice(config)}")
-        return _class_of(chosen)(config, within, device=device, options=options)
+            choice = describe_choice(config, reads_tokens=backend.reads_tokens)
+            _announce_once(f"MoE layers of {config.num_experts} experts: {choice}")
+        return backend
 
     if group is None or grid.num_hosts == 1:
         return ranks.each(lambda: make(config, group, chosen_options))

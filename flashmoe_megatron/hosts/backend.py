@@ -310,6 +310,7 @@ class HostsBackend(Backend):
                     followed=given.followed,
                     layer=given.layer,
                     trains_fc1=given.trains_fc1,
+                    gives_rows=given.gives_rows,
                 )
                 made.append(out)
                 kept.append(saved)

@@ -207,7 +207,9 @@ class KernelBackend(Backend):
         self._dtype = torch.bfloat16
         # A layer that cannot be served must not shape the heap of layers that can.
         alone = self._problem_on(bindings.HeapBounds.of(config, self.spare_slots))
-        bindings.call("sizes", alone, bindings.FlashMoESizes())
+        sizes = bindings.FlashMoESizes()
+        bindings.call("sizes", alone, sizes)
+        self.reads_tokens = bool(sizes.reads_tokens[True])
         self.memory.register(config, self.spare_slots)
         self._problem: bindings.FlashMoEProblem | None = None
         self._heap_bounds = self.memory.bounds
@@ -437,8 +439,16 @@ class KernelBackend(Backend):
 
     def _keeps_rows(self, given: Given) -> bool:
         """Returns whether a forward for training keeps rows: for gradients of fc1."""
+        if self.keep == "preactivations" or (self.reads_tokens and not given.gives_rows):
+            return False
         # The experts in spare slots may be trained on other ranks.
-        return self.keep != "preactivations" and (given.trains_fc1 or self.spare_slots > 0)
+        return given.trains_fc1 or self.spare_slots > 0
+
+    def _keeps_tokens(self, given: Given) -> bool:
+        """Returns whether a forward for training keeps its tokens, to read or fetch them again."""
+        # All ranks fetch rows again, though one may not need them.
+        fetches = self.keep == "preactivations" and self.config.num_ranks > 1
+        return fetches or (given.trains_fc1 and not self._keeps_rows(given))
 
     def _begin(self, given: Given, num_row_blocks: int | None) -> PendingForward:
         plan = self._empty(self._sizes.plan_bytes)
@@ -502,12 +512,10 @@ class KernelBackend(Backend):
             self._show_rows(rows, blocks, given.layer)
         if preact is None:
             return out, self._header_of(pending.plan) if given.followed else None
-        fetches = self.keep == "preactivations"
         saved = SavedForward(
             plan=pending.plan,
             rows=rows if self._keeps_rows(given) else None,
-            # All ranks fetch rows again, though one may not need them.
-            x=given.x if fetches and (given.trains_fc1 or self.config.num_ranks > 1) else None,
+            x=given.x if self._keeps_tokens(given) else None,
             preact=preact,
             num_row_blocks=blocks,
             num_tokens=given.x.shape[0],
@@ -568,9 +576,8 @@ class KernelBackend(Backend):
             addresses = _addresses(problem, self.memory.open())
             number = self.memory.early_fc2.next_backward()
             blocks, rows, x = saved.num_row_blocks, saved.rows, saved.x
-            # Factors of fc1 are given rows, which this rank then fetches.
-            reads_tokens = self._sizes.reads_tokens[True] and factors.fc1 is None
-            if x is not None and not reads_tokens:
+            # Factors of fc1 are given rows, which this rank fetches where none are kept.
+            if x is not None and (factors.fc1 is not None or not self.reads_tokens):
                 rows = self._empty(blocks * self._sizes.row_block_bytes)
                 ops.gather(x, saved.plan, rows, blocks, *addresses)
                 x = None

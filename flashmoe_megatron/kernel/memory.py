@@ -38,12 +38,12 @@ class MemoryPlan:
         workspace: Counters, one for all layers of a group.
         weight_maps: Descriptors of one layer's weights and of where their gradients go.
         kept: What one forward keeps for its backward: the plan, the received rows and the
-            pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
+            pre-activations; nothing if it keeps "inputs", and no rows if "preactivations" or if its
+            backward reads tokens in their place, as that of narrow experts of one rank alone does.
         forward: The further bytes of a forward that a backward follows, while it runs: activations
             and results of all rows, and rows that are not kept, unless tokens are read in their
-            place, as narrow experts of one rank alone do. A forward that keeps the inputs
-            alone does not count the rows first: its buffers are for the most that there can be, if
-            that is little.
+            place. A forward that keeps the inputs alone does not count the rows first: its buffers
+            are for the most that there can be, if that is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
             and results of all rows, partial sums of the probabilities' gradient, and what was not
             kept. One rank alone receives no gradients of narrow experts, but where their weights
@@ -139,18 +139,18 @@ def plan_memory(
     out = tokens * config.hidden * ELEMENT_BYTES
     grads = out + tokens * config.num_experts * 4
     plan = int(sizes.plan_bytes)
-    rows = num_row_blocks * int(sizes.row_block_bytes)
+    rows = 0 if sizes.reads_tokens[True] else num_row_blocks * int(sizes.row_block_bytes)
     preact = num_row_blocks * int(sizes.preact_block_bytes)
     forward, backward = (num_row_blocks * int(size) for size in sizes.scratch_block_bytes)
-    if keep == "all":
-        kept = plan + rows + preact
-    elif keep == "preactivations":
-        kept = plan + preact
+    if keep == "preactivations" or sizes.reads_tokens[True]:
         forward = num_row_blocks * _transient_block_bytes(sizes)
-        backward += 0 if sizes.reads_tokens[True] else rows
+    kept = plan + preact
+    if keep == "preactivations":
+        backward += rows
     else:
-        kept = 0
-        again = plan + rows + preact + max(forward + out, backward + grads)
+        kept += rows
+    if keep == "inputs":
+        again, kept = kept + max(forward + out, backward + grads), 0
         most = transient_blocks(sizes)
         blocks = num_row_blocks if most is None else most
         forward, backward = plan + blocks * _transient_block_bytes(sizes), again - grads

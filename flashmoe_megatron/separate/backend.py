@@ -176,7 +176,7 @@ class SeparateBackend(Backend):
             given = self._routed(given)
             self._check_own(weights)
             pad_value = self.hooks.pad_value(call) if has_pads else 0.0
-        x, probs, routing_map, training, followed, layer, _, _, trains_fc1 = given
+        x, probs, routing_map, training, followed, layer, _, _, trains_fc1, _ = given
         self._device = x.device
         self.num_calls += 1
         steps = self._steps_for(x)
@@ -314,7 +314,7 @@ class SeparateBackend(Backend):
 
         Rows are as many as there can be; none is read that no expert has.
         """
-        x, probs, routing_map, training, _, layer, _, _, trains_fc1 = given
+        x, probs, routing_map, training, _, layer, _, _, trains_fc1, _ = given
         config, steps = self.config, self._steps_for(x)
         counts = self._agreement.host_counts(found.counts)
         laps.lap("plan")

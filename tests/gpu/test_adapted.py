@@ -114,7 +114,11 @@ def test_sums_and_their_factors_gradients(keep: Keep, form: str, is_stack: bool)
     """The sums' bits are those of a call with sums; factors have products of their gradients."""
     layer = Layer(form, is_stack=is_stack, options=BackendOptions(keep=keep))
     layer.check()
-    assert layer.backend.weight_grads.left_out == 2 * (1 if is_stack else len(layer.kinds["fc1"]))
+    counters = layer.backend.weight_grads
+    assert counters.left_out == 2 * (1 if is_stack else len(layer.kinds["fc1"]))
+    # Factors of fc1 take rows, which narrow experts keep for them alone.
+    assert layer.backend.reads_tokens
+    assert (counters.row_bytes > 0) == (keep == "all")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashmoe_megatron.config import Activation
+from flashmoe_megatron.config import KEEPS, Activation
 from flashmoe_megatron.oracle import assert_close
 from tests.gpu import steps
 from tests.gpu.expected import expected
@@ -89,8 +89,8 @@ def test_steps_that_read_tokens_give_the_bits_of_copied_rows(
     inputs = steps.make_inputs(config, cases.with_empty_experts, TOKENS[1], dtype=dtype)
     weights = steps.weights_of(config, inputs, transposed=transposed)
     results = []
-    for keep in ("all", "preactivations", "preactivations"):
-        layer = VirtualLayer(config, keep=keep)
+    for keep, reads_tokens in (("all", False), *((keep, True) for keep in (*KEEPS[:2], "all"))):
+        layer = VirtualLayer(config, keep=keep, reads_tokens=reads_tokens)
         grads = steps.make_grads(
             layer,
             weights,
@@ -106,17 +106,23 @@ def test_steps_that_read_tokens_give_the_bits_of_copied_rows(
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("intermediate", [192, NARROWER, NARROW, WIDE])
-def test_who_reads_tokens_fetches_no_rows_again(intermediate: int, gated: bool):
+def test_who_reads_tokens_keeps_no_rows_and_fetches_none_again(intermediate: int, gated: bool):
     config = make_config(1, gated=gated, activation=Activation.SILU, intermediate=intermediate)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
     weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config, keep="preactivations")
-    steps.step(layer, inputs, weights)
-    before = layer.group.memories[0].epoch
-    steps.step(layer, inputs, weights)
-    # A forward and a backward take an epoch each, and a gather two.
     reads = intermediate * (1 + gated) <= 768
-    assert layer.group.memories[0].epoch == before + (2 if reads else 4)
+    for keep in KEEPS[:2]:
+        layer = VirtualLayer(config, keep=keep)
+        steps.step(layer, inputs, weights)
+        before = layer.group.memories[0].epoch
+        forward = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+        (saved,) = forward[1]
+        assert (saved.rows is None) == (reads or keep == "preactivations")
+        assert (saved.x is None) == (saved.rows is not None)
+        steps.backward(layer, inputs, weights, forward)
+        # A forward and a backward take an epoch each, and a gather two.
+        fetches = keep == "preactivations" and not reads
+        assert layer.group.memories[0].epoch == before + (4 if fetches else 2)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 191, 193, 300])
@@ -153,9 +159,14 @@ def test_rows_that_are_read_in_place_until_they_are_copied_or_copied_apart(
     steps.check(config, steps.make_inputs(config, routing, [1000]))
 
 
-@pytest.mark.parametrize(("intermediate", "gathers"), [(NARROW, True), (WIDE, False)])
+@pytest.mark.parametrize(
+    ("intermediate", "gathers", "keeps_rows"),
+    [(NARROWER, True, False), (NARROW, True, True), (WIDE, False, True)],
+)
 @pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
-def test_only_narrow_experts_gather(intermediate: int, gathers: bool, transposed: bool):
+def test_only_narrow_experts_gather(
+    intermediate: int, gathers: bool, keeps_rows: bool, transposed: bool
+):
     """What makes no pads copies no rows; with transposed weights a backward always does."""
     config = make_config(1, intermediate=intermediate, gated=True, activation=Activation.SILU)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
@@ -176,6 +187,6 @@ def test_only_narrow_experts_gather(intermediate: int, gathers: bool, transposed
     assert (pads_made() == 0) == gathers
     layer.backends[0].keep = "all"
     forward = layer.forward(*arguments)
-    assert pads_made() > 0
+    assert (pads_made() > 0) == keeps_rows
     steps.backward(layer, inputs, weights, forward)
     assert (pads_made() == 0) == (gathers and not transposed)

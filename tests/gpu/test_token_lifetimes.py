@@ -1,6 +1,6 @@
 """Tokens that a backward reads where they are: whatever their owner does with them meanwhile.
 
-Narrow experts of one rank that keep no rows read the forward's tokens in their backward. Gradients
+Narrow experts of one rank keep no rows and read the forward's tokens in their backward. Gradients
 have to be those of copies, or autograd has to raise.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.config import Keep
+from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
@@ -34,10 +34,12 @@ MICRO_BATCHES = 4
 class Layer:
     """A layer behind a projection, whose output is the tokens: a backward goes through both."""
 
-    def __init__(self, keep: Keep) -> None:
+    def __init__(self, keep: Keep, *, reads_tokens: bool = True) -> None:
         options = BackendOptions(keep=keep)
         memory = GroupMemory(None, device(), options)
         self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0, options=options)
+        assert self.backend.reads_tokens
+        self.backend.reads_tokens = reads_tokens
         self.inputs = [
             steps.make_inputs(CONFIG, cases.uniform, [TOKENS], seed=seed)
             for seed in range(MICRO_BATCHES)
@@ -75,16 +77,18 @@ def poison() -> None:
 
 
 def check(run: Callable[[Layer], None]) -> None:
-    """Compares the gradients of a layer that reads tokens with those of one that keeps rows."""
-    found = []
-    for keep in ("all", "preactivations"):
+    """Compares the gradients of layers that read tokens with those of one that keeps rows."""
+    rows = Layer("all", reads_tokens=False)
+    run(rows)
+    assert rows.backend.weight_grads.row_bytes > 0
+    wanted = rows.grads()
+    assert not any(grad.isnan().any() for grad in wanted)
+    for keep in KEEPS:
         layer = Layer(keep)
-        assert layer.backend.keep == keep
         run(layer)
-        found.append(layer.grads())
-    assert not any(grad.isnan().any() for grad in found[0])
-    for got, want in zip(found[1], found[0], strict=True):
-        assert torch.equal(got, want)
+        assert layer.backend.weight_grads.row_bytes == 0
+        for got, want in zip(layer.grads(), wanted, strict=True):
+            assert torch.equal(got, want)
 
 
 def test_micro_batches_whose_owner_lets_go_of_their_tokens() -> None:
@@ -172,7 +176,7 @@ def test_tokens_that_were_offloaded() -> None:
 
 
 def test_tokens_that_come_back_where_the_kernel_cannot_read_them() -> None:
-    layer = Layer("preactivations")
+    layer = Layer("all")
     x = layer.tokens(0).detach()
     probs, routing_map = layer.inputs[0].probs[0], layer.inputs[0].routing_map[0]
     frozen = ExpertWeights(tuple(layer.inputs[0].fc1), tuple(layer.inputs[0].fc2))
@@ -196,11 +200,65 @@ def test_tokens_that_come_back_where_the_kernel_cannot_read_them() -> None:
 
 def test_tokens_that_are_written_in_place() -> None:
     """A residual connection that adds to the tokens themselves: a sum of its own is wanted."""
-    layer = Layer("preactivations")
+    layer = Layer("all")
     x = layer.tokens(0)
     x += layer.experts(x, 0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         x.backward(layer.grad(0))
+
+
+def test_tokens_that_are_written_where_no_counter_sees_it() -> None:
+    """The way out: a copy is given to the layer, and nobody else writes to it."""
+
+    def run(layer: Layer) -> None:
+        pending = []
+        for number in range(MICRO_BATCHES):
+            x = layer.tokens(number)
+            pending.append(layer.experts(x.clone(), number))
+            x.data.fill_(torch.nan)
+        for number, out in enumerate(pending):
+            out.backward(layer.grad(number))
+
+    check(run)
+
+
+def test_tokens_of_a_graph_that_is_replayed_for_each_micro_batch() -> None:
+    """As pieces of a model in graphs of their own do, each replayed again behind its backward."""
+
+    def run(layer: Layer) -> None:
+        inputs = torch.empty_like(layer.inputs[0].x[0])
+        projection = layer.projection.detach()
+        stream, graphs = torch.cuda.Stream(), []
+        with torch.cuda.stream(stream):
+            inputs @ projection  # cuBLAS makes what it needs outside of a capture
+        for _ in range(2):  # as many micro-batches are under way
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                made = inputs @ projection
+            graphs.append((graph, made))
+        layer.projection.grad = torch.zeros_like(projection)
+
+        def begin(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+            graph, made = graphs[number % 2]
+            inputs.copy_(layer.inputs[number].x[0])
+            graph.replay()
+            x = made.detach().requires_grad_()
+            return x, layer.experts(x, number)
+
+        def end(x: torch.Tensor, out: torch.Tensor, number: int) -> None:
+            out.backward(layer.grad(number))
+            assert x.grad is not None
+            assert layer.projection.grad is not None
+            layer.projection.grad += layer.inputs[number].x[0].t() @ x.grad
+
+        pending = [begin(0)]
+        for number in range(1, MICRO_BATCHES):
+            pending.append(begin(number))
+            poison()
+            end(*pending.pop(0), number - 1)
+        end(*pending.pop(0), MICRO_BATCHES - 1)
+
+    check(run)
 
 
 def test_tokens_of_another_stream() -> None:

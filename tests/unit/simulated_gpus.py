@@ -148,6 +148,9 @@ def _fault(rank: int, refusal: bytes | None) -> bindings.FlashMoEFault:
 class Library:
     """The library's functions, for the ranks of :class:`Gpus`."""
 
+    reads_tokens = False
+    """Whether backwards can read tokens in place of rows."""
+
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
         self._last_plans: dict[int, int] = {}
@@ -172,6 +175,7 @@ class Library:
             setattr(found, name, 4096)
         wanted = getattr(problem, "_obj", problem)
         found.row_block_bytes = TILE_M * wanted.hidden * 2
+        found.reads_tokens[True] = self.reads_tokens
         return bindings.OK
 
     def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:

@@ -59,6 +59,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     made: list[tuple[Any, ...]] = []
 
     class KernelBackend:
+        reads_tokens = False
+
         def __init__(self, config, group, device, *, options):
             if options.reserved_sms == BROKEN:
                 raise BrokenKernelError("cannot load")
@@ -451,6 +453,22 @@ def test_sizes_decide_what_is_kept_and_the_log_says_so(caplog: pytest.LogCapture
     said = len(caplog.messages)
     assert select_backend(config, None, "cpu", kind="reference", keep="all").keep == "all"
     assert len(caplog.messages) == said
+
+
+def test_the_log_says_where_no_rows_are_kept(
+    gpu, kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    gpu("NVIDIA H200", (9, 0))
+    _announce_once.cache_clear()
+    backend = sys.modules["flashmoe_megatron.kernel.backend"].KernelBackend
+    for reads_tokens, words in (
+        (False, "keep auto is all: to fetch rows again would take"),
+        (True, "keep auto is all: tokens are read in place of rows, of which none are kept"),
+    ):
+        monkeypatch.setattr(backend, "reads_tokens", reads_tokens)
+        with caplog.at_level("INFO", "flashmoe_megatron"):
+            select_backend(cases.CONFIG, None, "cuda", kind="kernel")
+        assert words in caplog.messages[-1]
 
 
 def slots_announced(group: dist.ProcessGroup | None, num_ranks: int) -> list[str]:

@@ -311,7 +311,8 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
         say_once(_describe_replicas(backend.config, settings))
     if settings.pre_gate:
         say_once(PRE_GATE)
-    for line in (*ignored_settings(config, settings), *unused_modules(config, backend.keep)):
+    unused = unused_modules(config, backend.keep, reads_tokens=backend.within.reads_tokens)
+    for line in (*ignored_settings(config, settings), *unused):
         say_once(line)
 
 

@@ -1,0 +1,64 @@
+"""Rows that a forward on the kernel keeps, or the tokens that its backward reads in their place."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_megatron.config import KEEPS
+from flashmoe_megatron.kernel.backend import SavedForward
+from flashmoe_megatron.weights import ExpertWeights
+from tests.unit import cases
+from tests.unit.simulated_gpus import Gpus, Library, install, make_backend
+
+
+def kept(
+    monkeypatch: pytest.MonkeyPatch, keep: str, *, reads_tokens: bool, **arguments: Any
+) -> SavedForward:
+    gpus = Gpus(1, 0, slow=0)
+    monkeypatch.setattr(Library, "reads_tokens", reads_tokens)
+    install(gpus, monkeypatch)
+    config = cases.make_config(num_ranks=1)
+    backend = make_backend(config, 0, keep=keep)
+    assert backend.reads_tokens == reads_tokens
+    tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
+    chosen = torch.arange(config.topk).repeat(4, 1)
+    num = config.num_experts
+    weights = ExpertWeights(
+        (torch.zeros(num, config.fc1_rows, config.hidden, dtype=torch.bfloat16),),
+        (torch.zeros(num, config.hidden, config.intermediate, dtype=torch.bfloat16),),
+    )
+    probs = torch.ones(chosen.shape)
+    saved = backend.forward(tokens, probs, chosen, weights, training=True, **arguments)[1]
+    gpus.wait(0)
+    assert isinstance(saved, SavedForward)
+    assert saved.x is None or saved.x is tokens
+    return saved
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_tokens_are_kept_in_place_of_rows(
+    reads_tokens: bool, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "inputs" it is a forward that a backward runs again."""
+    saved = kept(monkeypatch, keep, reads_tokens=reads_tokens)
+    has_rows = not reads_tokens and keep != "preactivations"
+    assert (saved.rows is not None, saved.x is not None) == (has_rows, not has_rows)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_rows_for_factors_are_kept(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a backward would have to fetch them, as "preactivations" asks for."""
+    saved = kept(monkeypatch, keep, reads_tokens=True, gives_rows=True)
+    fetches = keep == "preactivations"
+    assert (saved.rows is None, saved.x is not None) == (fetches, fetches)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_frozen_experts_keep_neither(
+    reads_tokens: bool, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = kept(monkeypatch, keep, reads_tokens=reads_tokens, trains_fc1=False)
+    assert (saved.rows, saved.x) == (None, None)

@@ -3,6 +3,7 @@
 import functools
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool
 from tests.unit import cases
+from tools.simulate.workloads import workloads
 
 SPARE_SLOTS = 2
 TOKENS = [160, 0, 97, 130]
@@ -164,6 +166,33 @@ def test_results_have_the_same_bits(ranks: RankPool):
                     assert_close(label, tensor, want[name], rel_l2=1e-14)
         assert sum(replicas for _, _, replicas, _ in results), "nothing moved"
         assert sum(num_rows for *_, num_rows in results), "no replica was used"
+
+
+def test_kinds_of_routing_have_the_same_bits(ranks: RankPool):
+    """Those that replicas are judged by, placed by the policy that evens out rows."""
+    config = cases.make_config(num_experts=16, topk=4, num_ranks=4)
+    given = {"bias": False, "transposed": False, "main_grad": torch.float32, "choices": False}
+    names, drawn = [], []
+    for workload in workloads(4, 16):
+
+        def scores(
+            _config: MoEConfig, rank: int, num_tokens: int, _g: torch.Generator, w=workload
+        ) -> torch.Tensor:
+            return torch.from_numpy(w.scores(num_tokens, np.random.default_rng(rank))).float()
+
+        tokens = [round(192 * share) for share in workload.tokens]
+        inputs = cases.make_inputs(config, scores, tokens, dtype=torch.float32)
+        names.append(workload.name)
+        drawn.append((config, inputs, {**given, "planner": "balance"}))
+    for name, *results in zip(names, *ranks.run(run_rank, drawn), strict=True):
+        for got, want, _, _ in results:
+            for key, tensor in got.items():
+                if key.startswith("weight grad"):
+                    assert_close(f"{key}, {name}", tensor, want[key], rel_l2=1e-6)
+                else:
+                    assert torch.equal(tensor, want[key]), (key, name)
+        moved = sum(num_rows for *_, num_rows in results)
+        assert moved or name in ("W0_balanced", "W3_spread_hot_experts") or "W7" in name, name
 
 
 def refused(group: dist.ProcessGroup) -> list[str]:

@@ -8,7 +8,7 @@ from tools.tables.marks import Maker
 from tools.tables.options import options
 from tools.tables.peers import peers
 from tools.tables.planned import hosts_cost, hosts_published, hosts_take, kept
-from tools.tables.replicas import evened, local, rates
+from tools.tables.replicas import evened, kinds, local, rates
 from tools.tables.sections import degrees, gathers
 
 MAKERS: dict[str, Maker] = {
@@ -24,6 +24,7 @@ MAKERS: dict[str, Maker] = {
     "hosts_published": hosts_published,
     "hosts_take": hosts_take,
     "kept": kept,
+    "kinds": kinds,
     "layers": layers,
     "local": local,
     "options": options,

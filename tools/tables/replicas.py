@@ -9,8 +9,10 @@ from flashmoe_megatron.replicas.placement import Counts, Placement, locality
 from flashmoe_megatron.replicas.popular import popular
 from tools import markdown
 from tools.simulate.skew import Zipf, home_placement, imbalance
+from tools.simulate.workloads import workloads
 
 RANKS, SPARE_SLOTS, DRAWS = 8, 2, 50
+WHEN = "no replicas", "two slots"
 
 BRIDGED = [
     [1500 if a == b else 300 if a // 2 == b // 2 else 25 for b in range(4)] for a in range(4)
@@ -47,6 +49,26 @@ def evened() -> list[str]:
             )
     titles = ("experts, top-k", "Zipf", "rows before", "rows, mean of draws", "worst draw")
     return markdown.table((*titles, "blocks of 128 rows, worst draw", "replicas in all"), rows)
+
+
+def kinds() -> list[str]:
+    """The busiest rank's rows over the mean, without replicas and with two slots, by routing."""
+    rows = []
+    shapes = ((128, 8), (64, 2))
+    both = zip(*(workloads(RANKS, num_experts) for num_experts, _ in shapes), strict=True)
+    for of_shapes in both:
+        cells = []
+        for (num_experts, topk), workload in zip(shapes, of_shapes, strict=True):
+            counts = workload.counts(topk, np.random.default_rng(3))
+            for placement in (
+                home_placement(RANKS, num_experts, SPARE_SLOTS),
+                balance(counts, SPARE_SLOTS),
+            ):
+                busiest, _ = imbalance(counts, placement)
+                cells.append(f"{busiest:.2f}")
+        rows.append([of_shapes[0].name, *cells])
+    titles = [f"{num} experts, top-{topk}: {when}" for num, topk in shapes for when in WHEN]
+    return markdown.table(("routing", *titles), rows)
 
 
 def local() -> list[str]:

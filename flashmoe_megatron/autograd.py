@@ -190,8 +190,7 @@ def apply(
     weights, backend = call.weights, call.backend
     if isinstance(weights, SplitWeights):
         weights.check(backend.config)
-    slots = backend.within.spare_slots
-    if isinstance(weights, AdaptedWeights) and slots:
+    if isinstance(weights, AdaptedWeights) and (slots := backend.within.spare_slots):
         raise ConfigError(
             f"additions to experts' matrices with spare_slots={slots}, which compute other ranks' "
             "experts: wanted 0"

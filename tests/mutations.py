@@ -54,6 +54,30 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "a backward fetches the rows that factors of fc1 take, where the forward could keep them",
+        "KernelBackend._keeps_rows",
+        "self.reads_tokens and not given.gives_rows",
+        "self.reads_tokens",
+        "tests/unit/test_kept_rows.py::test_rows_for_factors_are_kept[all]",
+        on_gpu="tests/gpu/test_adapted.py::test_sums_and_their_factors_gradients[all-stack-stack]",
+    ),
+    Mutation(
+        "a layer that keeps no rows has no tokens in its backward",
+        "KernelBackend._keeps_tokens",
+        "given.trains_fc1 and not self._keeps_rows(given)",
+        "False",
+        "tests/unit/test_kept_rows.py::test_tokens_are_kept_in_place_of_rows[True-all]",
+        on_gpu="tests/gpu/test_token_lifetimes.py"
+        "::test_micro_batches_whose_owner_lets_go_of_their_tokens",
+    ),
+    Mutation(
+        "planned memory has rows of narrow experts on one GPU, which keep none",
+        "plan_memory",
+        "0 if sizes.reads_tokens[True] else num_row_blocks * int(sizes.row_block_bytes)",
+        "num_row_blocks * int(sizes.row_block_bytes)",
+        "tests/build/test_memory.py::test_local_memory_grows_with_the_rows",
+    ),
+    Mutation(
         "DeepSpeed's reductions are not said to need room where launches leave some",
         "overlap_notice",
         "collectives.is_small(settings.reserved_sms)",

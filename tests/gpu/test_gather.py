@@ -17,7 +17,7 @@ NARROWER, NARROW, WIDE, WIDEST = 384, 512, 640, 1088
 """FFN widths of three tiles of a gated fc1, of four, of five, and of too many to read in place."""
 
 
-@pytest.mark.parametrize("intermediate", [192, NARROW, WIDE])
+@pytest.mark.parametrize("intermediate", [192, NARROWER, NARROW, WIDE])
 @pytest.mark.parametrize("case", ["uniform", "to_one_rank", "with_empty_experts"])
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
@@ -28,11 +28,11 @@ def test_gathered_rows_give_the_same_bits(
     config = make_config(1, gated=gated, activation=Activation.SILU, intermediate=intermediate)
     inputs = steps.make_inputs(config, getattr(cases, case), TOKENS[1], dtype=dtype)
     weights = steps.weights_of(config, inputs, transposed=transposed)
-    layer = VirtualLayer(config)
     arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
-    (want,), _ = layer.forward(*arguments)
-    for _ in range(3):
-        (got,), _ = layer.forward(*arguments, training=False)
+    (want,), _ = VirtualLayer(config, reads_tokens=False).forward(*arguments)
+    layer = VirtualLayer(config)
+    for training in (False, True, False):
+        (got,), _ = layer.forward(*arguments, training=training)
         torch.cuda.synchronize()
         assert torch.equal(got, want)
     assert_close("out", got, expected(config, inputs).exact.out, rel_l2=2e-2)
@@ -142,10 +142,9 @@ def test_any_number_of_rows(num_tokens: int):
     config = make_config(1, num_experts=1, topk=1)
     inputs = steps.make_inputs(config, cases.uniform, [num_tokens])
     weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config)
     arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
-    (want,), _ = layer.forward(*arguments)
-    (got,), _ = layer.forward(*arguments, training=False)
+    (want,), _ = VirtualLayer(config, reads_tokens=False).forward(*arguments)
+    (got,), _ = VirtualLayer(config).forward(*arguments, training=False)
     assert torch.equal(got, want)
 
 

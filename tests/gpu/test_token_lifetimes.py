@@ -5,6 +5,7 @@ have to be those of copies, or autograd has to raise.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +32,11 @@ TOKENS = 300
 MICRO_BATCHES = 4
 
 
+@functools.cache
+def make_inputs(micro_batch: int) -> cases.Inputs:
+    return steps.make_inputs(CONFIG, cases.uniform, [TOKENS], seed=micro_batch)
+
+
 class Layer:
     """A layer behind a projection, whose output is the tokens: a backward goes through both."""
 
@@ -40,10 +46,7 @@ class Layer:
         self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0, options=options)
         assert self.backend.reads_tokens
         self.backend.reads_tokens = reads_tokens
-        self.inputs = [
-            steps.make_inputs(CONFIG, cases.uniform, [TOKENS], seed=seed)
-            for seed in range(MICRO_BATCHES)
-        ]
+        self.inputs = [make_inputs(micro_batch) for micro_batch in range(MICRO_BATCHES)]
         torch.manual_seed(0)
         width = CONFIG.hidden
         projection = torch.randn(width, width, dtype=torch.bfloat16, device=device()) / width**0.5

@@ -177,7 +177,7 @@ def test_pages_and_pictures_of_names_with_dots(tmp_path: Path):
 
 
 def test_shapes_have_experts_of_every_width():
-    assert len(ALL) == sum(map(len, GROUPS.values())) == 26
+    assert len(ALL) == sum(map(len, GROUPS.values())) == 28
     widths = [shape.intermediate for shape in GROUPS["between"].values()]
     assert any(width < 512 for width in widths)
     assert any(512 <= width < 1024 for width in widths)

@@ -71,8 +71,10 @@ GROUPS = {
         "16384x2048x512x64x8 16384x3072x640x64x8 12288x2560x768x96x6 16384x2048x1408x64x6 "
         "16384x4096x1536x32x8 8192x5120x1536x40x6"
     ),
+    "many": _named("16384x2048x512x512x10 16384x2048x512x256x8"),
 }
-"""Layers that models have here, those of SonicMoE's figures, and others between them; gated."""
+"""Layers that models have here, those of SonicMoE's figures, others between them, and such of
+hundreds of experts; gated."""
 
 ALL = {name: shape for group in GROUPS.values() for name, shape in group.items()}
 

@@ -31,7 +31,7 @@ def test_the_program_of_the_packages_page(tmp_path: Path) -> None:
 def test_the_program_of_the_deepspeed_page(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     page = PACKAGE / "adapters" / "deepspeed" / "README.md"
-    (config,), (program,) = blocks(page, "json"), blocks(page, "python")
+    (config,), (program, *_) = blocks(page, "json"), blocks(page, "python")  # then parts of loops
     assert read_settings(json.loads(config)).enabled
     (tmp_path / "ds_config.json").write_text(config)
     (tmp_path / "program.py").write_text(program)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import ALIGNMENT_BYTES, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, FP8_GRANULE, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
 
@@ -275,18 +275,19 @@ def check_kernel_experts(config: MoEConfig) -> None:
     """Refuses a layer whose experts the kernel does not compute as they are to be computed.
 
     Raises:
-        ConfigError: They are in FP8 or have softcaps.
+        ConfigError: They have softcaps, or gate and up rows whose blocks FP8 cannot have.
     """
+    if config.experts == "fp8" and config.glu_interleave % FP8_GRANULE:
+        raise ConfigError(
+            f"experts='fp8' with glu_interleave={config.glu_interleave} on the backend 'kernel', "
+            f"where a scale is of gate or of up rows: wanted 0 or a multiple of {FP8_GRANULE}, the "
+            "backend 'scheduled' or 'reference', or experts='bf16'"
+        )
     if config.is_softcapped:
         raise ConfigError(
             f"gate_softcap={config.gate_softcap!r}, up_softcap={config.up_softcap!r} on the "
             "backend 'kernel', which computes neither: wanted the backend 'scheduled' or "
             "'reference'"
-        )
-    if config.experts != "bf16":
-        raise ConfigError(
-            f"experts={config.experts!r} on the backend 'kernel', which computes in bfloat16 or "
-            "float16: wanted the backend 'scheduled' or 'reference', or experts='bf16'"
         )
 
 

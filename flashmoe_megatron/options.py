@@ -328,8 +328,8 @@ class FrameworkOptions(BackendOptions):
         "What routed experts compute in. bf16 takes the dtype of their parameters. fp8 computes "
         "forwards in blockwise FP8 (E4M3, with a power of two as the scale of each 1 x 128 values "
         "of tokens and 128 x 128 of weights), sends tokens so, and computes backwards in bfloat16 "
-        "from what forwards computed with. The backends scheduled and reference have it, no faster "
-        "than bfloat16; the kernel does not.",
+        "from what forwards computed with. On the kernel forwards of wide experts take less time "
+        "so; the backends scheduled and reference have it, no faster than bfloat16.",
     )
     max_tokens: int | None = option(
         None,

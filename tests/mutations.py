@@ -1770,11 +1770,18 @@ MUTATIONS = (
         "tests/megatron/test_fp8.py::test_what_experts_in_fp8_would_not_follow",
     ),
     Mutation(
-        "the kernel computes experts in bfloat16 that are to be in FP8",
+        "the kernel takes gate and up rows in blocks that FP8 does not have",
         "check_kernel_experts",
-        'config.experts != "bf16"',
-        "config.experts is None",
-        "tests/unit/test_fp8.py::test_the_kernel_refuses_fp8_by_name",
+        "config.glu_interleave % FP8_GRANULE",
+        "config.glu_interleave < 0",
+        "tests/unit/test_fp8.py::test_the_kernel_refuses_blocks_of_gate_and_up_rows_by_name",
+    ),
+    Mutation(
+        "each layer on the kernel has copies of weights in FP8 of its own",
+        "AddressTables._copies_of_a_layer",
+        "self._copies = copies",
+        "pass",
+        "tests/unit/test_tables.py::test_layers_in_fp8_share_the_copies_of_their_weights",
     ),
 )
 

@@ -1,6 +1,10 @@
 // The calls of the C interface that are compiled three times: a layer with experts in FP8 takes
-// those in FP8, a group whose layers have spare slots those with slots, any other the same as if
-// there were neither.
+// those in FP8, but for its backward; a group whose layers have spare slots those with slots, any
+// other the same as if there were neither.
+#include <algorithm>
+
+#include "host/error.h"
+
 #include "host/calls.h"
 
 #define flashmoe flashmoe_with_slots
@@ -39,11 +43,21 @@ int choose(int (*without)(const FlashMoEProblem*, Args...),
 extern "C" {
 
 int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
-    return choose(flashmoe::sizes, flashmoe_with_slots::sizes, flashmoe_in_fp8::sizes, problem,
-                  sizes);
+    FLASHMOE_TRY(choose(flashmoe::sizes, flashmoe_with_slots::sizes, flashmoe_in_fp8::sizes,
+                        problem, sizes));
+    if (not is_fp8(problem)) return FLASHMOE_OK;
+    // A backward uses the same memory of the group, and what it reads is of 16 bits.
+    FlashMoESizes of_backward = *sizes;
+    FLASHMOE_TRY(flashmoe::sizes(problem, &of_backward));
+    sizes->heap_bytes = std::max(sizes->heap_bytes, of_backward.heap_bytes);
+    sizes->workspace_bytes = std::max(sizes->workspace_bytes, of_backward.workspace_bytes);
+    sizes->scratch_block_bytes[1] = of_backward.scratch_block_bytes[1];
+    sizes->weight_copy_bytes = std::max(sizes->weight_copy_bytes, of_backward.weight_copy_bytes);
+    return FLASHMOE_OK;
 }
 
 int flashmoe_preload(const FlashMoEProblem* problem) {
+    if (is_fp8(problem)) FLASHMOE_TRY(flashmoe::preload(problem));  // a backward's
     return choose(flashmoe::preload, flashmoe_with_slots::preload, flashmoe_in_fp8::preload,
                   problem);
 }
@@ -59,9 +73,13 @@ int flashmoe_slot(const FlashMoEProblem* problem,
 int flashmoe_encode_weights(const FlashMoEProblem* problem,
                             const void* const* fc1,
                             const void* const* fc2,
+                            void* weight_copies,
                             void* weight_maps) {
+    if (is_fp8(problem)) {  // a backward's
+        FLASHMOE_TRY(flashmoe::encode_weights(problem, fc1, fc2, weight_copies, weight_maps));
+    }
     return choose(flashmoe::encode_weights, flashmoe_with_slots::encode_weights,
-                  flashmoe_in_fp8::encode_weights, problem, fc1, fc2, weight_maps);
+                  flashmoe_in_fp8::encode_weights, problem, fc1, fc2, weight_copies, weight_maps);
 }
 
 int flashmoe_encode_grads(const FlashMoEProblem* problem,
@@ -69,9 +87,8 @@ int flashmoe_encode_grads(const FlashMoEProblem* problem,
                           void* const* bias_grads,
                           int32_t grads_dtype,
                           void* grad_table) {
-    return choose(flashmoe::encode_grads, flashmoe_with_slots::encode_grads,
-                  flashmoe_in_fp8::encode_grads, problem, grads, bias_grads, grads_dtype,
-                  grad_table);
+    return choose(flashmoe::encode_grads, flashmoe_with_slots::encode_grads, flashmoe::encode_grads,
+                  problem, grads, bias_grads, grads_dtype, grad_table);
 }
 
 int flashmoe_plan(const FlashMoEProblem* problem,
@@ -116,15 +133,15 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       int32_t grads_dtype,
                       int32_t accumulate,
                       uint64_t number) {
-    return choose(flashmoe::backward, flashmoe_with_slots::backward, flashmoe_in_fp8::backward,
-                  problem, group, launch, grad_out, grad_table, grads_dtype, accumulate, number);
+    return choose(flashmoe::backward, flashmoe_with_slots::backward, flashmoe::backward, problem,
+                  group, launch, grad_out, grad_table, grads_dtype, accumulate, number);
 }
 
 int flashmoe_backward_rows(const FlashMoEProblem* problem,
                            const FlashMoELaunch* launch,
                            FlashMoEBackwardRows* rows) {
     return choose(flashmoe::backward_rows, flashmoe_with_slots::backward_rows,
-                  flashmoe_in_fp8::backward_rows, problem, launch, rows);
+                  flashmoe::backward_rows, problem, launch, rows);
 }
 
 }  // extern "C"

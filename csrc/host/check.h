@@ -69,9 +69,11 @@ constexpr int kMostReads = 4;
 constexpr int kMostReadsOfGrads = 3;
 
 // True if a pass can read rows where tokens have them, in place of copies: a rank that is alone has
-// all of them at home. A backward reads them for fc1's gradients.
+// all of them at home. A backward reads them for fc1's gradients. Rows in FP8 are not what tokens
+// are.
 inline bool reads_tokens(const FlashMoEProblem* p, bool is_backward) {
-    if (kIsFp8 or p->num_ranks > 1 or (is_backward and kHasReplicas)) return false;
+    const bool in_fp8 = p->experts == FLASHMOE_FP8;
+    if (in_fp8 or p->num_ranks > 1 or (is_backward and kHasReplicas)) return false;
     return forward_tiles(p) <= (is_backward ? kMostReadsOfGrads : kMostReads);
 }
 
@@ -163,16 +165,16 @@ inline int check_slots(const FlashMoEProblem* p) {
 
 // Checks what experts compute with.
 inline int check_experts(const FlashMoEProblem* p) {
-    if (p->experts != FLASHMOE_AS_GIVEN and p->experts != FLASHMOE_FP8) {
+    if (p->experts == FLASHMOE_AS_GIVEN) return FLASHMOE_OK;
+    if (p->experts != FLASHMOE_FP8) {
         return fail(FLASHMOE_BAD_ARGUMENT, "experts %d: wanted 0 or FP8 (1)", p->experts);
     }
-    if (not kIsFp8) return FLASHMOE_OK;
-    if (p->dtype != FLASHMOE_BFLOAT16 or p->hidden % BLOCK_K or p->intermediate % BLOCK_K) {
+    if (p->dtype != FLASHMOE_BFLOAT16 or p->hidden % kScaleBlock or p->intermediate % kScaleBlock) {
         return fail(
             FLASHMOE_BAD_ARGUMENT,
             "FP8 experts with dtype %d, hidden %d, intermediate %d: wanted bfloat16 (1) and "
             "multiples of %d",
-            p->dtype, p->hidden, p->intermediate, BLOCK_K);
+            p->dtype, p->hidden, p->intermediate, kScaleBlock);
     }
     if (p->is_transposed or p->spare_slots != 0 or p->heap_experts != 0 or
         p->heap_slot_elements != 0 or p->clamp_value != 0 or p->linear_offset != 0) {
@@ -182,11 +184,11 @@ inline int check_experts(const FlashMoEProblem* p) {
                     p->is_transposed, p->spare_slots, p->heap_experts,
                     (long long)p->heap_slot_elements, p->clamp_value, p->linear_offset);
     }
-    if (p->is_gated and p->glu_interleave != 0 and p->glu_interleave % BLOCK_K) {
+    if (p->is_gated and p->glu_interleave != 0 and p->glu_interleave % kScaleBlock) {
         return fail(FLASHMOE_BAD_ARGUMENT,
                     "FP8 experts with glu_interleave %d: wanted 0 or a multiple of %d, since a "
                     "scale is of gate or of up rows",
-                    p->glu_interleave, BLOCK_K);
+                    p->glu_interleave, kScaleBlock);
     }
     return FLASHMOE_OK;
 }
@@ -290,6 +292,8 @@ inline int check_pointer(const void* pointer, bool is_used, const char* name, in
     }
     return FLASHMOE_OK;
 }
+
+constexpr int kCopiesAlignment = 256;
 
 inline int check_dtype(const FlashMoEProblem* p, int dtype, const char* name) {
     if (dtype != FLASHMOE_FLOAT32 and dtype != p->dtype) {
@@ -401,9 +405,10 @@ inline int check_rows(const FlashMoELaunch* launch, bool may_lack) {
 // Checks what else a pass of the layer reads and writes.
 inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
-    if (kIsFp8 and (is_backward or launch->biases != nullptr)) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "%s of FP8 experts: wanted a forward without biases",
-                    is_backward ? "a backward" : "biases");
+    FLASHMOE_TRY(check_pointer(launch->weight_copies, p->experts == FLASHMOE_FP8, "weight_copies",
+                               kCopiesAlignment));
+    if (p->experts == FLASHMOE_FP8 and launch->biases != nullptr) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "biases of FP8 experts: wanted NULL");
     }
     FLASHMOE_TRY(check_rows(launch, is_backward or reads_tokens(p, false)));
     const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;

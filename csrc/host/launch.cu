@@ -15,6 +15,7 @@
 #include "flashmoe/moe/deliver.cuh"
 #include "host/calls.h"
 #include "host/check.h"
+#include "host/copies.h"
 #include "host/mailbox.h"
 #include "host/tables.h"
 #include "host/tensor_map.h"
@@ -63,7 +64,13 @@ Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
 }
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
-    if constexpr (kIsFp8) return is_backward ? KernelEntry{} : forward_fp8(p->is_gated != 0);
+    const bool is_gated = p->is_gated != 0;
+    if constexpr (kIsFp8) return is_backward ? KernelEntry{} : forward_fp8(is_gated);
+    if constexpr (not kHasReplicas) {
+        if (p->experts == FLASHMOE_FP8) {
+            return is_backward ? backward_of_fp8(is_gated) : KernelEntry{};
+        }
+    }
     using Select = KernelEntry (*)(bool);
     static constexpr Select kEntries[2][2][2] = {
         {{forward_bf16, forward_bf16_transposed}, {backward_bf16, backward_bf16_transposed}},
@@ -89,6 +96,21 @@ KernelEntry add_replicas_entry_of([[maybe_unused]] const FlashMoEProblem* p,
 
 KernelEntry settle_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
     if constexpr (kHasReplicas) return settle_entry(shape_of(p));
+    return {};
+}
+
+// In FP8 there are launches ahead of the layer's.
+KernelEntry copy_weights_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
+    if constexpr (not kHasReplicas) {
+        if (p->experts == FLASHMOE_FP8) return copy_weights_entry();
+    }
+    return {};
+}
+
+KernelEntry read_rows_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
+    if constexpr (not kIsFp8 and not kHasReplicas) {
+        if (p->experts == FLASHMOE_FP8) return read_rows_entry();
+    }
     return {};
 }
 
@@ -179,6 +201,7 @@ struct ScratchRows {
     char* rows;
     char* dpre;
     float* dprob_partial;
+    char* read;  // rows of a forward in FP8
     uint64_t bytes;
 };
 
@@ -209,6 +232,9 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
         scratch.dpre = layout.take(rows * shape_of(p).fc1_rows() * kElementBytes);
         scratch.dprob_partial =
             reinterpret_cast<float*>(layout.take(rows * backward_tiles(p) * sizeof(float)));
+        if (p->experts == FLASHMOE_FP8) {
+            scratch.read = layout.take(rows * p->hidden * kElementBytes);
+        }
     }
     scratch.bytes = layout.bytes();
     return scratch;
@@ -338,8 +364,9 @@ int set_buffers(const FlashMoEProblem* p,
         static_cast<const CUtensorMap*>(launch->weight_maps) + (is_backward ? s.num_matrices() : 0);
     if (s.spare_slots > 0) set_home_weights(launch->weight_maps, args);
 #ifdef FLASHMOE_IN_FP8
-    args->weight_scales = reinterpret_cast<const float* const*>(
-        static_cast<const char*>(launch->weight_maps) + maps_bytes(s));
+    const char* const table = static_cast<const char*>(launch->weight_maps);
+    args->weight_maps = reinterpret_cast<const CUtensorMap*>(table + fp8_maps_begin(s));
+    args->weight_scales = reinterpret_cast<const float* const*>(table + fp8_scales_begin(s));
 #endif
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
     args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
@@ -480,6 +507,8 @@ int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
             scratch_at(problem, nullptr, 1, is_backward).bytes;
         sizes->reads_tokens[is_backward] = reads_tokens(problem, is_backward);
     }
+    sizes->weight_copy_bytes =
+        problem->experts == FLASHMOE_FP8 ? copies_of(s, nullptr, nullptr).all_bytes() : 0;
     return FLASHMOE_OK;
 }
 
@@ -495,9 +524,11 @@ int preload(const FlashMoEProblem* problem) {
         add_replicas_entry_of(problem, true).function,
         add_replicas_entry_of(problem, false).function,
         settle_entry_of(problem).function,
+        copy_weights_entry_of(problem).function,
+        read_rows_entry_of(problem).function,
     };
     for (const void* kernel : kernels) {
-        if (kernel == nullptr) continue;  // without slots, one for replicas
+        if (kernel == nullptr) continue;  // one for replicas, or for FP8, that there is no need of
         cudaFuncAttributes attributes;
         FLASHMOE_TRY(check_cuda(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel"));
     }
@@ -552,6 +583,7 @@ int forward(const FlashMoEProblem* problem,
         FLASHMOE_SET_SLOT_FIELD(args.home_weights, nullptr);
     }
     set_early_units(problem, group, &args);
+    if constexpr (kIsFp8) FLASHMOE_TRY(launch_copies(args.shape, group, launch_args));
     const KernelEntry entry = entry_of(problem, false);
     return launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                   group->stream, "forward launch", args);
@@ -615,7 +647,17 @@ int backward(const FlashMoEProblem* problem,
     set_own_plan(&args);
     if (gathers_grads(problem)) args.row_access = RowAccess::kInPlace;
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
-    FLASHMOE_TRY(set_weight_grads(problem, launch_args, grad_table, grads_dtype, accumulate != 0,
+    FlashMoELaunch as_read = *launch_args;
+    if constexpr (not kIsFp8 and not kHasReplicas) {
+        if (problem->experts == FLASHMOE_FP8) {
+            const int blocks = launch_args->num_row_blocks;
+            char* read = scratch_at(problem, launch_args->scratch, blocks, true).read;
+            FLASHMOE_TRY(launch_copies(args.shape, group, launch_args));
+            FLASHMOE_TRY(launch_reads(args.shape, problem->num_ctas, group, launch_args, read));
+            if (as_read.rows != nullptr) as_read.rows = read;
+        }
+    }
+    FLASHMOE_TRY(set_weight_grads(problem, &as_read, grad_table, grads_dtype, accumulate != 0,
                                   number, &args));
     const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
@@ -641,6 +683,7 @@ int backward_rows(const FlashMoEProblem* problem,
     rows->grad_out = scratch.rows;
     rows->grad_preact = scratch.dpre;
     rows->act = scratch.act;
+    rows->x = scratch.read;
     rows->expert_rows = plan.expert_rows;
     rows->expert_block = plan.expert_block;
     rows->row_tokens = reinterpret_cast<const int32_t*>(plan.row_meta);

@@ -14,6 +14,7 @@ namespace flashmoe {
 int encode_weights(const FlashMoEProblem* problem,
                    const void* const* fc1,
                    const void* const* fc2,
+                   void* copies,
                    void* weight_maps) {
     FLASHMOE_TRY(check_problem(problem));
     const Shape s = shape_of(problem);
@@ -27,27 +28,36 @@ int encode_weights(const FlashMoEProblem* problem,
     for (int expert = 0; expert < experts; ++expert) {
         FLASHMOE_TRY(check_pointer(fc2[expert], true, "an expert's fc2"));
     }
+    // In FP8 products read copies of weights.
+    const bool is_copied = problem->experts == FLASHMOE_FP8;
+    FLASHMOE_TRY(check_pointer(copies, is_copied, "weight_copies", kCopiesAlignment));
     const bool transposed = problem->is_transposed != 0;
-    char* target = static_cast<char*>(weight_maps);
-    char* scales = target + maps_bytes(s);  // in FP8
+    char* const table = static_cast<char*>(weight_maps);
+    char* target = table + (kIsFp8 ? fp8_maps_begin(s) : 0);
+    char* scales = table + fp8_scales_begin(s);
+    char* sources = table + copied_weights_begin(s);
     for (const bool is_backward : {false, true}) {
         if (kIsFp8 and is_backward) break;
+        const char* copy = static_cast<const char*>(copies);
         const BoxKind kind = transposed == is_backward ? BoxKind::kKMajor : BoxKind::kMnMajor;
         for (const auto& [weights, count, num_out, num_in] :
              {std::tuple{fc1, s.num_fc1(), s.fc1_rows() / (s.is_split ? 2 : 1), s.hidden},
               {fc2, experts, s.hidden, s.intermediate}}) {
             for (int i = 0; i < count; ++i) {
                 alignas(128) CUtensorMap map;
-                FLASHMOE_TRY(encode_map(&map, kind, weights[i], transposed ? num_in : num_out,
+                const void* read = is_copied ? copy : weights[i];
+                FLASHMOE_TRY(encode_map(&map, kind, read, transposed ? num_in : num_out,
                                         transposed ? num_out : num_in));
                 memcpy(target, &map, sizeof(map));
                 target += sizeof(map);
                 if constexpr (kIsFp8) {
-                    const char* of_matrix =
-                        static_cast<const char*>(weights[i]) + int64_t(num_out) * num_in;
-                    memcpy(scales, &of_matrix, sizeof(of_matrix));
-                    scales += sizeof(of_matrix);
+                    const char* of_copy = copy + int64_t(num_out) * num_in;
+                    memcpy(scales, &of_copy, sizeof(of_copy));
+                    memcpy(sources, &weights[i], sizeof(weights[i]));
+                    scales += sizeof(of_copy);
+                    sources += sizeof(weights[i]);
                 }
+                copy += is_copied ? copied_weight_bytes(num_out, num_in) : 0;
             }
         }
     }

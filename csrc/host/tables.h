@@ -6,13 +6,19 @@
 namespace flashmoe {
 
 // A table of weights: TMA descriptors of all matrices in all slots, read along their contiguous
-// dimension and across it, then, if replicas get them, where the own experts' are. In FP8 it is a
-// forward's alone, and pointers to the matrices' scales follow the descriptors.
-inline uint64_t maps_bytes(const Shape& s) {
-    return (kIsFp8 ? 1 : 2) * sizeof(CUtensorMap) * s.num_matrices();
+// dimension and across it, then, if replicas get them, where the own experts' are.
+inline uint64_t maps_bytes(const Shape& s) { return 2 * sizeof(CUtensorMap) * s.num_matrices(); }
+// In FP8 those are of a backward's copies. A forward's follow, then pointers to the scales of its
+// copies, then pointers to the weights that are copied.
+inline uint64_t fp8_maps_begin(const Shape& s) { return maps_bytes(s); }
+inline uint64_t fp8_scales_begin(const Shape& s) {
+    return fp8_maps_begin(s) + sizeof(CUtensorMap) * s.num_matrices();
+}
+inline uint64_t copied_weights_begin(const Shape& s) {
+    return fp8_scales_begin(s) + sizeof(void*) * s.num_matrices();
 }
 inline uint64_t weight_table_bytes(const Shape& s) {
-    if (kIsFp8) return maps_bytes(s) + s.num_matrices() * sizeof(void*);
+    if (kIsFp8) return copied_weights_begin(s) + sizeof(void*) * s.num_matrices();
     const int pushed = s.spare_slots > 0 ? (s.is_split ? 3 : 2) * s.num_local_experts() : 0;
     return maps_bytes(s) + pushed * sizeof(void*);
 }

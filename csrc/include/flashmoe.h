@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 23
+#define FLASHMOE_ABI_VERSION 24
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -76,8 +76,8 @@ typedef enum { FLASHMOE_FLOAT32 = 0, FLASHMOE_BFLOAT16 = 1, FLASHMOE_FLOAT16 = 2
 /* Operands of experts' products. */
 typedef enum {
     FLASHMOE_AS_GIVEN = 0, /* tokens and weights of the problem's dtype */
-    FLASHMOE_FP8 = 1, /* blockwise E4M3, in a forward: weights are given so, and tokens and fc2's
-                         input, in bfloat16, are quantized by the rank that has them */
+    FLASHMOE_FP8 = 1, /* blockwise E4M3 in a forward, whose launch quantizes tokens, weights and
+                         fc2's input, all bfloat16; and in a backward what these then stand for */
 } FlashMoEExperts;
 
 /* The purpose of replicas. */
@@ -139,6 +139,7 @@ typedef struct {
     uint64_t row_block_bytes;        /* received rows */
     uint64_t preact_block_bytes;     /* pre-activations */
     uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward */
+    uint64_t weight_copy_bytes;      /* device, in FP8: copies of a layer's weights */
     /* 1 for a forward, and for a backward, that can do without received rows: without a buffer for
      * them its products read tokens where they are. */
     uint32_t reads_tokens[2];
@@ -192,12 +193,14 @@ FLASHMOE_EXPORT int flashmoe_slot(const FlashMoEProblem* problem,
 /* Encodes the TMA descriptors of the weights in all local slots into host memory; spare slots
  * follow the local experts.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
- *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's.
- * In FP8 a matrix [out, in] has a byte for each value, followed by the scales of its blocks of 128
- * x 128 in float32: [out / 128, in / 128 rounded up to a multiple of 4]. */
+ *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's
+ *   weight_copies  in FP8 weight_copy_bytes on the device, 256-byte aligned, which every pass fills
+ *                  from the weights, so that layers whose passes follow one another share them;
+ *                  else NULL */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc1,
                                             const void* const* fc2,
+                                            void* weight_copies,
                                             void* weight_maps);
 
 /* Writes the table of where a backward's gradients go into host memory.
@@ -261,6 +264,7 @@ typedef struct {
     int32_t grad_columns;     /* of grad_probs: num_experts, or num_choices; backward only */
     const void* plan;
     const void* weight_maps; /* device copy */
+    void* weight_copies;     /* the copies that weight_maps has been encoded for */
     const void* biases;      /* device, 16-byte aligned biases: for each local slot a pointer to
                                 fc1's biases [fc1_rows], then to fc2's [hidden]; or NULL */
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
@@ -352,6 +356,8 @@ typedef struct {
                                     they were read at their tokens */
     const void* grad_preact;     /* [row][fc1_rows]: gradients of fc1's outputs */
     const void* act;             /* [row][intermediate]: fc2's inputs, times probabilities */
+    const void* x;               /* [row][hidden]: of FP8 experts, what fc1's inputs stand for; else
+                                    NULL, and the launch's rows have them */
     const int32_t* expert_rows;  /* [local slot]: its number of rows */
     const int32_t* expert_block; /* [local slot + 1]: its first block of 128 rows, and the end */
     const int32_t* row_tokens;   /* [row][2]: the token on its rank, and a word of the plan's own */
@@ -405,6 +411,7 @@ typedef struct {
     uint64_t results_pushed[FLASHMOE_MAX_RANKS]; /* likewise: delivered by combine */
     uint64_t pad_rows_pulled;                    /* among them */
     uint64_t pad_rows_made;                      /* written into this rank's own buffers */
+    uint64_t rows_pulled_in_fp8[FLASHMOE_MAX_RANKS]; /* among rows_pulled */
 } FlashMoECounters;
 
 /* Reads the counters; waits for the stream. */

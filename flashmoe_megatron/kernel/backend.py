@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron.blockwise import dequantize, unpack
 from flashmoe_megatron.call import (
     Backend,
     Given,
@@ -23,13 +24,14 @@ from flashmoe_megatron.call import (
 )
 from flashmoe_megatron.checks import (
     KERNEL_DTYPES,
+    check_fp8,
     check_grad_out,
     check_kernel_experts,
     check_kernel_tensor,
     check_split,
     check_tokens,
 )
-from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, TILE_M, MoEConfig, fp8_row_bytes
 from flashmoe_megatron.errors import ConfigError, DeviceError, FlashMoEError, ShapeError, reason_of
 from flashmoe_megatron.hooks import Call, Reach, ends_of
 from flashmoe_megatron.kernel import bindings, ops
@@ -418,7 +420,12 @@ class KernelBackend(Backend):
 
     def _show_rows(self, rows: torch.Tensor, num_row_blocks: int, layer: int) -> None:
         """Shows hooks the rows that a forward's launch has received, with pads."""
-        shown = rows.view(self._dtype).view(num_row_blocks * TILE_M, self.config.hidden)
+        hidden, row_bytes = self.config.hidden, int(self._sizes.row_block_bytes) // TILE_M
+        received = rows.view(num_row_blocks * TILE_M, row_bytes)
+        if self.config.experts == "fp8":
+            shown = dequantize(unpack(received, hidden), self._dtype)
+        else:
+            shown = received.view(self._dtype)
         call = Call.of("forward", layer)
         self.hooks.run("after", "dispatch", shown, call)
         self.hooks.run("after", "padding", shown, call)
@@ -497,6 +504,7 @@ class KernelBackend(Backend):
             ops.forward(
                 pending.plan,
                 tables.maps,
+                tables.copies,
                 tables.biases,
                 rows,
                 preact,
@@ -591,6 +599,7 @@ class KernelBackend(Backend):
                 grad_out,
                 saved.plan,
                 tables.maps,
+                tables.copies,
                 tables.biases,
                 rows,
                 x,
@@ -639,17 +648,23 @@ class KernelBackend(Backend):
     def traffic(self) -> TrafficCounters:
         """Counts of rows that this rank's kernels have moved so far, for all layers of the group.
 
-        Waits for the current stream.
+        Bytes are those of rows as wide as this layer's. Waits for the current stream.
         """
         if self.memory.heap_bytes == 0:
             return TrafficCounters()
         counts = bindings.FlashMoECounters()
         bindings.call("read_counters", self.memory.open(), counts)
-        rows = sum(counts.rows_pulled) + sum(counts.results_pushed)
-        rows -= counts.rows_pulled[self.rank] + counts.results_pushed[self.rank]
+        moved, in_fp8 = (
+            sum(by_rank) - by_rank[self.rank]
+            for by_rank in (
+                [*map(sum, zip(counts.rows_pulled, counts.results_pushed, strict=True))],
+                counts.rows_pulled_in_fp8,
+            )
+        )
+        hidden = self.config.hidden
         return TrafficCounters(
-            rows_sent=rows,
-            bytes_sent=rows * self.config.hidden * 2,
+            rows_sent=moved,
+            bytes_sent=(moved - in_fp8) * hidden * 2 + in_fp8 * fp8_row_bytes(hidden),
             pad_rows_sent=counts.pad_rows_pulled,
             pad_rows_local=counts.pad_rows_made,
         )
@@ -753,8 +768,11 @@ class KernelBackend(Backend):
 
     def _use_weights(self, weights: ExpertWeights) -> WeightTables:
         """Makes the problem one of these weights' dtype and layout; returns their tables."""
-        check_split(self.config, weights)  # as the library would, but in the caller's terms
         dtype = (weights.fc1 or weights.fc2)[0].dtype
+        # As the library would, but in the caller's terms.
+        check_split(self.config, weights)
+        has_biases = bool(weights.fc1_bias or weights.fc2_bias)
+        check_fp8(self.config, dtype, transposed=weights.transposed, has_biases=has_biases)
         self._use_layout(weights.transposed, weights.split, dtype)
         problem = self._describe()
         if self.spare_slots and self.memory.needs(self._sizes):

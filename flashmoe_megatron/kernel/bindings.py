@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 23
+ABI_VERSION = 24
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -154,6 +154,7 @@ class FlashMoESizes(_Sized):
             "grad_table_bytes row_block_bytes preact_block_bytes",
         ),
         (ctypes.c_uint64 * 2, "scratch_block_bytes"),
+        (ctypes.c_uint64, "weight_copy_bytes"),
         (ctypes.c_uint32 * 2, "reads_tokens"),
     )
 
@@ -213,6 +214,7 @@ class FlashMoECounters(ctypes.Structure):
         (ctypes.c_uint64 * NUM_SPANS, "nanoseconds"),
         (ctypes.c_uint64 * MAX_RANKS, "rows_pulled results_pushed"),
         (ctypes.c_uint64, "pad_rows_pulled pad_rows_made"),
+        (ctypes.c_uint64 * MAX_RANKS, "rows_pulled_in_fp8"),
     )
 
 
@@ -252,7 +254,10 @@ class FlashMoELaunch(_Sized):
     _fields_ = _fields(
         (ctypes.c_uint32, "struct_size"),
         (ctypes.c_int32, "num_row_blocks num_tokens grad_probs_dtype layer grad_columns"),
-        (ctypes.c_void_p, "plan weight_maps biases rows preact scratch out grad_probs x"),
+        (
+            ctypes.c_void_p,
+            "plan weight_maps weight_copies biases rows preact scratch out grad_probs x",
+        ),
     )
 
 
@@ -261,7 +266,7 @@ class FlashMoEBackwardRows(_Sized):
 
     _fields_ = _fields(
         (ctypes.c_uint32, "struct_size"),
-        (ctypes.c_void_p, "grad_out grad_preact act expert_rows expert_block row_tokens"),
+        (ctypes.c_void_p, "grad_out grad_preact act x expert_rows expert_block row_tokens"),
     )
 
 
@@ -294,7 +299,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "read_counters": (_STATUS, _ADDRESS, _ADDRESS),
     "read_record": (_STATUS, _ADDRESS, ctypes.c_uint64, _ADDRESS),
     "slot": (_STATUS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
-    "encode_weights": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "encode_weights": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
     "encode_grads": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32, _ADDRESS),
     "forward": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _INT32),
     "settle": (_STATUS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),

@@ -37,6 +37,8 @@ class MemoryPlan:
             experts. One rank alone has the routing only.
         workspace: Counters, one for all layers of a group.
         weight_maps: Descriptors of one layer's weights and of where their gradients go.
+        weight_copies: Copies of one layer's weights that a pass of experts in FP8 multiplies, one
+            for all layers of a shape: as many bytes as the weights have.
         kept: What one forward keeps for its backward: the plan, the received rows and the
             pre-activations; nothing if it keeps "inputs", and no rows if "preactivations" or if its
             backward reads tokens in their place, as that of narrow experts of one rank alone does.
@@ -45,9 +47,10 @@ class MemoryPlan:
             place. A forward that keeps the inputs alone does not count the rows first: its buffers
             are for the most that there can be, if that is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
-            and results of all rows, partial sums of the probabilities' gradient, and what was not
-            kept. One rank alone receives no gradients of narrow experts, but where their weights
-            are transposed, which this does not count, and reads their tokens in place of rows.
+            and results of all rows, partial sums of the probabilities' gradient, rows in bfloat16
+            that were kept in FP8, and what was not kept. One rank alone receives no gradients of
+            narrow experts, but where their weights are transposed, which this does not count, and
+            reads their tokens in place of rows.
         forward_out: The forward's output.
         backward_out: The gradients of tokens and of float32 probabilities.
         num_row_blocks: Blocks of 128 received rows, pad rows included, that ``kept``, ``forward``
@@ -58,6 +61,7 @@ class MemoryPlan:
     symmetric: int
     workspace: int
     weight_maps: int
+    weight_copies: int
     kept: int
     forward: int
     backward: int
@@ -159,6 +163,7 @@ def plan_memory(
         symmetric=int(sizes.heap_bytes),
         workspace=int(sizes.workspace_bytes),
         weight_maps=int(sizes.weight_map_bytes) + int(sizes.grad_table_bytes),
+        weight_copies=int(sizes.weight_copy_bytes),
         kept=kept,
         forward=forward,
         backward=backward,

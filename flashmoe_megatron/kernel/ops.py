@@ -26,17 +26,17 @@ _INPUT = (
 )
 for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
-    "forward(Tensor(a!) plan, Tensor weight_maps, Tensor? biases, Tensor(b!)? rows,"
-    " Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
+    "forward(Tensor(a!) plan, Tensor weight_maps, Tensor(f!)? weight_copies, Tensor? biases,"
+    " Tensor(b!)? rows, Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
     f" bool is_planned, int layer, int problem, int group, {_INPUT}) -> ()",
     "settle(Tensor route_counts, Tensor? weight_maps, Tensor? biases, int problem, int group)"
     " -> ()",
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
     " -> ()",
-    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor? biases, Tensor? rows,"
-    " Tensor? x, Tensor preact, Tensor(a!) scratch, Tensor(b!) grad_x, Tensor(c!) grad_probs,"
-    " Tensor grad_table, int num_row_blocks, int grads_dtype, bool accumulate, int number,"
-    " int layer, int problem, int group) -> ()",
+    "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor(d!)? weight_copies,"
+    " Tensor? biases, Tensor? rows, Tensor? x, Tensor preact, Tensor(a!) scratch,"
+    " Tensor(b!) grad_x, Tensor(c!) grad_probs, Tensor grad_table, int num_row_blocks,"
+    " int grads_dtype, bool accumulate, int number, int layer, int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -142,6 +142,7 @@ def _launch(
 def _forward(
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
+    weight_copies: torch.Tensor | None,
     biases: torch.Tensor | None,
     rows: torch.Tensor | None,
     preact: torch.Tensor | None,
@@ -154,7 +155,7 @@ def _forward(
     group: int,
     *given: Any,
 ) -> None:
-    tensors = plan, weight_maps, biases, rows, preact, scratch, out
+    tensors = plan, weight_maps, weight_copies, biases, rows, preact, scratch, out
     launch = _launch(num_row_blocks, out.shape[0], 0, layer, 0, *tensors)
     _call("forward", problem, group, _input(*given), launch, is_planned)
 
@@ -178,7 +179,7 @@ def _gather(
     problem: int,
     group: int,
 ) -> None:
-    launch = _launch(num_row_blocks, x.shape[0], 0, 0, 0, plan, None, None, rows)
+    launch = _launch(num_row_blocks, x.shape[0], 0, 0, 0, plan, None, None, None, rows)
     _call("gather", problem, group, launch, x.data_ptr())
 
 
@@ -186,6 +187,7 @@ def _backward(
     grad_out: torch.Tensor,
     plan: torch.Tensor,
     weight_maps: torch.Tensor,
+    weight_copies: torch.Tensor | None,
     biases: torch.Tensor | None,
     rows: torch.Tensor | None,
     x: torch.Tensor | None,
@@ -202,7 +204,8 @@ def _backward(
     problem: int,
     group: int,
 ) -> None:
-    tensors = plan, weight_maps, biases, rows, preact, scratch, grad_x, grad_probs, x
+    weights = weight_maps, weight_copies, biases
+    tensors = plan, *weights, rows, preact, scratch, grad_x, grad_probs, x
     dtype, columns = _DTYPES[grad_probs.dtype], grad_probs.shape[1]
     launch = _launch(num_row_blocks, grad_out.shape[0], dtype, layer, columns, *tensors)
     addresses = grad_out.data_ptr(), grad_table.data_ptr()

@@ -36,10 +36,8 @@ class BackwardRows(NamedTuple):
         blocks = _at(self.plan, found.expert_block, torch.int32, num_experts + 1)
         places = ExpertRows(blocks * TILE_M, counts)
         if factors.fc1 is not None:
-            assert self.x is not None, "the forward keeps rows for factors of fc1"
             of_outputs = _at(self.scratch, found.grad_preact, dtype, num_rows, config.fc1_rows)
-            x = self.x.view(dtype).view(num_rows, config.hidden)
-            factors.fc1.take(of_outputs, x, places)
+            factors.fc1.take(of_outputs, self._inputs(found, num_rows), places)
         if factors.fc2 is not None:
             act = _at(self.scratch, found.act, dtype, num_rows, config.intermediate)
             factors.fc2.take(self._grads_of_rows(found, num_rows), act, places)
@@ -59,6 +57,14 @@ class BackwardRows(NamedTuple):
         found = bindings.FlashMoEBackwardRows()
         bindings.call("backward_rows", self.problem, launch, found)
         return found
+
+    def _inputs(self, found: bindings.FlashMoEBackwardRows, num_rows: int) -> torch.Tensor:
+        """Returns each row's inputs of fc1, which in FP8 are what its bytes stand for."""
+        dtype, width = self.grad_out.dtype, self.grad_out.shape[1]
+        if found.x is not None:
+            return _at(self.scratch, found.x, dtype, num_rows, width)
+        assert self.x is not None, "the forward keeps rows for factors of fc1"
+        return self.x.view(dtype).view(num_rows, width)
 
     def _grads_of_rows(self, found: bindings.FlashMoEBackwardRows, num_rows: int) -> torch.Tensor:
         """Returns the gradient of each row's outputs; a rank that is alone may have no copies."""

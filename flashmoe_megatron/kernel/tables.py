@@ -27,9 +27,14 @@ _Table = TypeVar("_Table")
 
 @dataclass(frozen=True)
 class WeightTables:
-    """Tables on the device: TMA descriptors of all matrices, and addresses of biases."""
+    """Tables on the device: TMA descriptors of all matrices, and addresses of biases.
+
+    With experts in FP8 the descriptors are of ``copies``, which every launch fills from the weights
+    themselves.
+    """
 
     maps: torch.Tensor
+    copies: torch.Tensor | None
     biases: torch.Tensor | None
 
 
@@ -42,6 +47,7 @@ class AddressTables:
         self._device = device
         self._of_weights: dict[tuple[Hashable, ...], WeightTables] = {}
         self._of_grads: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._copies: torch.Tensor | None = None
 
     def of_weights(
         self,
@@ -87,12 +93,27 @@ class AddressTables:
             for each in (addresses["fc1"] + addresses.get("fc1_up", []), addresses["fc2"])
         )
         host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
-        bindings.call("encode_weights", problem, fc1, fc2, host.data_ptr())
+        copies = self._copies_of_a_layer(int(sizes.weight_copy_bytes))
+        at = None if copies is None else copies.data_ptr()
+        bindings.call("encode_weights", problem, fc1, fc2, at, host.data_ptr())
         biases = addresses.get("fc1_bias", []) + addresses.get("fc2_bias", [])
         of_biases = torch.tensor(biases, dtype=torch.int64, device="cpu")
-        tables = WeightTables(self._upload(host), self._upload(of_biases) if biases else None)
+        tables = WeightTables(
+            self._upload(host), copies, self._upload(of_biases) if biases else None
+        )
         self._remember(self._of_weights, key, tables)
         return tables
+
+    def _copies_of_a_layer(self, num_bytes: int) -> torch.Tensor | None:
+        """Returns memory for copies of weights, which all layers of a backend use in turn."""
+        copies = self._copies
+        if copies is None and num_bytes > 0:
+            copies = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            if torch.cuda.is_current_stream_capturing():
+                self._memory.captured.keep(copies)
+            else:
+                self._copies = copies
+        return copies
 
     def of_grads(
         self,

@@ -129,7 +129,7 @@ def test_no_acquire_has_lost_its_load(kernels: machine_code.Kernels) -> None:
 @pytest.mark.timeout(900)
 def test_no_arrival_overtakes_a_load(kernels: machine_code.Kernels) -> None:
     layers = {name: code for name, code in kernels.items() if "layer_kernel" in name}
-    assert len(layers) == 2 * 16 + 2  # without slots, with them, and forwards in FP8
+    assert len(layers) == 2 * 16 + 4  # without slots, with them, and both passes of FP8
     for code in layers.values():
         assert sum(one.operation == machine_code.ARRIVAL for one in code) >= 5
     assert not any(machine_code.early_arrivals(layers).values())
@@ -144,8 +144,9 @@ def test_main_loops_fence_what_threads_have_copied(kernels: machine_code.Kernels
     forwards = [sorted(loops) for name, loops in found.items() if "ForwardPass" in name]
     assert forwards == [[False, True]] * (2 * 8)  # TMA's rows, and those that are read in place
     backwards = [sorted(loops) for name, loops in found.items() if "BackwardPass" in name]
-    # The same, and the weights' gradients, with tokens read in place, or with dY unless transposed.
-    assert backwards == [[False, False, True, True]] * (2 * 8)
+    # The same, and the weights' gradients, with tokens read in place, or with dY unless transposed;
+    # also in the backwards of forwards in FP8.
+    assert backwards == [[False, False, True, True]] * (2 * 8 + 2)
 
 
 @pytest.mark.timeout(900)
@@ -156,4 +157,5 @@ def test_no_main_loop_moves_descriptors(kernels: machine_code.Kernels) -> None:
     forwards = [counts for name, counts in found.items() if "ForwardPass" in name]
     backwards = [counts for name, counts in found.items() if "BackwardPass" in name]
     assert forwards == [[0]] * (2 * 8 + 2)  # without slots, with them, and in FP8
-    assert backwards == [[0, 0]] * (2 * 8)  # the layer's two products, and the weights' gradients
+    # The layer's two products, and the weights' gradients; also of forwards in FP8.
+    assert backwards == [[0, 0]] * (2 * 8 + 2)

@@ -93,8 +93,9 @@ def test_what_experts_in_fp8_cannot_have_is_refused(monkeypatch: pytest.MonkeyPa
     ):
         assert words in str(refusals.layer_problem(info(**changes), settings, CPU))
     monkeypatch.setattr(refusals, "resolve_kind", lambda kind, device, dtype: "kernel")
-    problem = refusals.layer_problem(info(shape=wide), asked, GPU)
-    assert "experts='fp8' on the backend 'kernel'" in str(problem)
+    paired = cases.make_config(hidden=128, intermediate=128, glu_interleave=1)
+    problem = refusals.layer_problem(info(shape=paired), asked, GPU)
+    assert "experts='fp8' with glu_interleave=1 on the backend 'kernel'" in str(problem)
 
 
 def test_groups_lie_in_blocks_of_hosts() -> None:

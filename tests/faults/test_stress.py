@@ -24,7 +24,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 class ReferenceRun:
     """Stands for one rank, computes by the reference and flips one bit of a result if told to."""
 
-    rank, num_ranks = 0, 1
+    rank, num_ranks, experts = 0, 1, "bf16"
 
     def __init__(self, spoiled: str | None = None, after: int = 20) -> None:
         self._spoiled, self._left = spoiled, after
@@ -93,6 +93,16 @@ def test_one_bit_is_noticed(name: str):
     assert "values differ from the first run's" in report.failure
     assert name in report.failure
     assert report.differences >= 1
+
+
+def test_scenarios_in_fp8_are_compared_with_rounded_operands():
+    """Results in bfloat16 are further from them than is allowed."""
+    scenario = make_scenario(1, 1, "fp8")
+    way = Way(training=True, bounded=False)
+    stress.check_first(scenario, ReferenceRun().run(scenario, way))
+    in_bf16 = replace(scenario, config=replace(scenario.config, experts="bf16"))
+    with pytest.raises(AssertionError):
+        stress.check_first(scenario, ReferenceRun().run(in_bf16, way))
 
 
 def test_ranks_draw_the_same_scenarios_and_order():

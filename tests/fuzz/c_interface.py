@@ -313,7 +313,8 @@ def _tables(choices: Choices, fields: Any, matrices: int) -> list[int | None]:
 
 def _encode_weights(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
     given = _tables(choices, fields, 1 + _is_split(fields))
-    return int(library.flashmoe_encode_weights(problem, *given, _pointer(choices)))
+    pointers = _pointer(choices), _pointer(choices)
+    return int(library.flashmoe_encode_weights(problem, *given, *pointers))
 
 
 def _encode_grads(library: Any, choices: Choices, problem: Any, fields: Any) -> int:
@@ -432,15 +433,15 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     reads_tokens = [is_alone and fc1_rows <= 1024, is_alone and fc1_rows <= 768 and not spare]
     exact = {
         "max_row_blocks": blocks,
-        "weight_map_bytes": (128 + 8 if in_fp8 else 2 * 128) * matrices * slots
+        "weight_map_bytes": (3 * 128 + 16 if in_fp8 else 2 * 128) * matrices * slots
         + (8 * matrices * local if spare else 0),
+        "weight_copy_bytes": 2 * hidden * (fc1_rows + width) * local if in_fp8 else 0,
         "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots + 8 * (1 + slots),
         "row_block_bytes": 128 * operand_bytes(hidden),
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [
             128 * operand_bytes(width) + 256 * hidden,
-            128 * operand_bytes(width)
-            + 256 * ((1 + copies_grads) * hidden + fc1_rows)
+            256 * (width + (1 + copies_grads + in_fp8) * hidden + fc1_rows)
             + -(-width // 256) * 128 * 4,
         ],
         "workspace_bytes": 4 * workspace,

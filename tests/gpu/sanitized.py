@@ -45,7 +45,7 @@ def zeros_where_copies_write(num_ranks: int) -> Iterator[None]:
         scratch[first : first + 2 * matrices * num_rows * hidden].zero_()
 
     def zeroed_forward(*given: Any) -> None:
-        _plan, _maps, _biases, rows, _preact, scratch, out, num_blocks, *_ = given
+        _plan, _maps, _copies, _biases, rows, _preact, scratch, out, num_blocks, *_ = given
         if rows is not None:
             rows.zero_()
         zero_rows(scratch, num_blocks, out.shape[1], 1)  # results
@@ -53,7 +53,7 @@ def zeros_where_copies_write(num_ranks: int) -> Iterator[None]:
         forward(*given)
 
     def zeroed_backward(*given: Any) -> None:
-        *_, scratch, grad_x, _grad_probs, _table, num_blocks = given[:12]
+        *_, scratch, grad_x, _grad_probs, _table, num_blocks = given[:13]
         # Results, and received gradients, which narrow experts of one rank read in place.
         zero_rows(scratch, num_blocks, grad_x.shape[1], 1 if num_ranks == 1 else 2)
         grad_x.zero_()

@@ -3,6 +3,7 @@
     python -m tests.gpu.stress --ranks 4 --seconds 120
     python -m tests.gpu.stress --ranks 4 --seconds 120 --slots 2
     python -m tests.gpu.stress --ranks 4 --seconds 120 --slots 2 --ahead
+    python -m tests.gpu.stress --ranks 4 --seconds 120 --experts fp8
     FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_delays.so python -m tests.gpu.stress ...
 
 A scenario is a layer of random shape, dtype and routing, all of it from one seed. Its first run is
@@ -27,12 +28,14 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from flashmoe_megatron.config import Activation, MoEConfig
+from flashmoe_megatron.blockwise import rounded
+from flashmoe_megatron.config import FP8_GRANULE, Activation, Experts, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend, count_routes
@@ -50,6 +53,8 @@ from tests.gpu.virtual import (
     streams,
 )
 from tests.unit import cases
+from tests.unit.separate import compare, oracle
+from tests.unit.test_fp8 import FURTHER
 
 TIMEOUT_S = 30.0
 SCENARIOS = 48  # distinct ones; each is then run again and again
@@ -99,25 +104,29 @@ class Scenario:
         )
 
 
-def make_scenario(seed: int, num_ranks: int) -> Scenario:
+def make_scenario(seed: int, num_ranks: int, experts: Experts = "bf16") -> Scenario:
     """Draws one; the same on every rank."""
     draw = random.Random(1000 * num_ranks + seed)
     num_experts = num_ranks * draw.choice((1, 2, 3, 4, 8))
+    granule = FP8_GRANULE if experts == "fp8" else 64
     config = MoEConfig(
-        hidden=64 * draw.randint(1, 8),
+        hidden=granule * draw.randint(1, 8),
         # On one rank the first are read in place, the next until they are copied, the last never.
-        intermediate=64 * draw.choice((1, 2, 3, 4, 5, 6, 8, 10, 17)),
+        intermediate=granule * draw.choice((1, 2, 3, 4, 5, 6, 8, 10, 17)),
         num_experts=num_experts,
         topk=min(draw.choice((1, 2, 2, 3, 4, 6, 8)), num_experts),
         activation=draw.choice(list(Activation)),
         gated=draw.random() < 0.6,
         num_ranks=num_ranks,
         max_tokens=MAX_TOKENS,
+        experts=experts,
     )
     most = draw.choice((3, 40, 130, MAX_TOKENS))
     tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(num_ranks)]
     dtype = draw.choice((torch.bfloat16, torch.bfloat16, torch.float16))
     transposed = draw.random() < 0.25
+    if experts == "fp8":
+        dtype, transposed = torch.bfloat16, False
     inputs = to_device(
         cases.make_inputs(config, draw.choice(ROUTINGS), tokens, dtype=dtype, seed=seed), device()
     )
@@ -310,10 +319,23 @@ def check_first(scenario: Scenario, got: list[Values], rank: int | None = None) 
         stacked("grad_fc1"),
         stacked("grad_fc2"),
     )
+    if scenario.config.experts == "fp8":
+        check_first_in_fp8(scenario, found, rank)
+        return
     want = expected(scenario.config, scenario.inputs)
     if rank is not None:
         want = want.share(scenario.config, [len(x) for x in scenario.inputs.x], rank)
     assert_as_good(found, want)
+
+
+def check_first_in_fp8(scenario: Scenario, found: Results, rank: int | None) -> None:
+    """Compares with products of operands that the package rounds, which is fast on a GPU."""
+    by_torch = partial(rounded, dtype=torch.float64)
+    wants = oracle(scenario.config, scenario.inputs, rounded=by_torch)
+    wants = wants if rank is None else [wants[rank]]
+    joined = {name: torch.cat([want[name] for want in wants]) for name in wants[0]}
+    got = {name.replace("_", " "): value for name, value in vars(found).items()}
+    compare(got, joined, torch.bfloat16, times=FURTHER)
 
 
 class Progress:
@@ -364,9 +386,14 @@ class VirtualRun:
     rank = 0
 
     def __init__(
-        self, num_ranks: int, seed: int, spare_slots: int = 0, placement: When = "launch"
+        self,
+        num_ranks: int,
+        seed: int,
+        spare_slots: int = 0,
+        placement: When = "launch",
+        experts: Experts = "bf16",
     ) -> None:
-        self.num_ranks = num_ranks
+        self.num_ranks, self.experts = num_ranks, experts
         self._draw = random.Random(seed)
         self._pauses = Pauses(seed + 1)
         self._group = VirtualGroup(
@@ -422,14 +449,14 @@ class VirtualRun:
         check_first(scenario, got)
 
 
-def load_kernels(seed: int) -> None:
+def load_kernels(seed: int, experts: Experts) -> None:
     """Runs everything once on one rank, which waits for nobody; see ``virtual.load_kernels``."""
     run = VirtualRun(1, seed)
     report = Report("warm-up", 1, "", seed)
     ledger = Ledger(report)
     seen = set()
     for number in range(64):
-        scenario = make_scenario(number, 1)
+        scenario = make_scenario(number, 1, experts)
         kind = (scenario.dtype, scenario.transposed)
         if kind in seen:
             continue
@@ -462,7 +489,7 @@ def stress(
         for number, way, is_nan in schedule(report.seed, looks_ahead=looks_ahead):
             is_new = number not in scenarios
             if is_new:
-                scenarios[number] = make_scenario(number, run.num_ranks)
+                scenarios[number] = make_scenario(number, run.num_ranks, run.experts)
                 on_nan[number] = scenarios[number].on_nan()
                 run.prepare(scenarios[number])
                 report.scenarios = len(scenarios)
@@ -493,6 +520,7 @@ def stress(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slots", type=int, default=0, help="spare slots for replicas")
     parser.add_argument("--ahead", action="store_true", help="settle on replicas ahead of forwards")
+    parser.add_argument("--experts", choices=get_args(Experts), default="bf16")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file that takes the report as JSON")
@@ -518,9 +546,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4, choices=range(1, 9))
     add_arguments(parser)
     options = parser.parse_args(arguments)
-    load_kernels(options.seed)
+    load_kernels(options.seed, options.experts)
     report = Report("virtual", options.ranks, bindings.library_path().name, options.seed)
-    run = VirtualRun(options.ranks, options.seed, options.slots, placement_of(options))
+    given = options.slots, placement_of(options), options.experts
+    run = VirtualRun(options.ranks, options.seed, *given)
     stress(run, report, options.seconds, bool, looks_ahead=options.ahead)
     if report.failure:
         report.failure += "".join(f"\nrank {rank}: {fault}" for rank, fault in run.faults())

@@ -107,7 +107,8 @@ def test_a_thread_may_begin_with_the_library():
     problem, buffer = backend._describe(), torch.empty(2**20, dtype=torch.uint8)
     fc1, fc2 = (array(*(weight.data_ptr() for weight in each)) for each in (model.fc1, model.fc2))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(bindings.call, "encode_weights", problem, fc1, fc2, buffer.data_ptr()).result()
+        given = problem, fc1, fc2, None, buffer.data_ptr()
+        pool.submit(bindings.call, "encode_weights", *given).result()
 
 
 @pytest.mark.parametrize(

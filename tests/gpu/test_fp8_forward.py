@@ -9,7 +9,7 @@ import torch
 from flashmoe_megatron.blockwise import ROW, SQUARE, dequantize, pack, quantize
 from flashmoe_megatron.config import MoEConfig
 from tests.unit.test_blockwise import all_sizes, every_bit_pattern
-from tools.bench.fp8_forward import Rank, quantized
+from tools.bench.fp8_forward import Rank
 
 pytestmark = pytest.mark.gpu
 
@@ -99,8 +99,8 @@ class Layer:
             self.ranks.append(
                 Rank(
                     case.config,
-                    [quantized(one.contiguous()) for one in fc1],
-                    [quantized(one) for one in fc2],
+                    [one.contiguous() for one in fc1],
+                    fc2,
                     rank=rank,
                     num_ctas=SMS // case.num_ranks // 2 * 2,
                     split=case.split,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import planner
+from flashmoe_megatron.config import Experts
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.replicas.policy import When
@@ -50,8 +51,9 @@ class RealRun:
         seed: int,
         spare_slots: int,
         placement: When,
+        experts: Experts,
     ) -> None:
-        self.num_ranks = dist.get_world_size(group)
+        self.num_ranks, self.experts = dist.get_world_size(group), experts
         self.rank = dist.get_rank(group)
         self._group = group
         self._symmetric = symmetric
@@ -125,7 +127,8 @@ def main(arguments: list[str]) -> int:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=agreeing)
         return bool(vote.item())
 
-    run = RealRun(group, options.symmetric, options.seed, options.slots, placement_of(options))
+    given = options.slots, placement_of(options), options.experts
+    run = RealRun(group, options.symmetric, options.seed, *given)
     report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
     stress(run, report, options.seconds, agree_to_stop, looks_ahead=options.ahead)
     report.replicas = run.count_replicas()

@@ -4,6 +4,8 @@ Shares no code with what it judges: a value is a whole number times a power of t
 to E4M3 by shifts. What is read back is in float64.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,7 +20,7 @@ BLOCK = 128
 def bits_of(x: torch.Tensor) -> Ints:
     """The bits of bfloat16 values."""
     assert x.dtype == torch.bfloat16
-    return x.detach().contiguous().view(torch.int16).numpy().astype(np.int64) & 0xFFFF
+    return x.detach().cpu().contiguous().view(torch.int16).numpy().astype(np.int64) & 0xFFFF
 
 
 def _parts(bits: Ints) -> tuple[Ints, Ints]:
@@ -82,6 +84,11 @@ def read(values: Ints, exponent: Ints, height: int) -> torch.Tensor:
     return torch.from_numpy(np.where(values >> 7 == 1, -1.0, 1.0) * np.ldexp(number, -scales))
 
 
+def by_integers(values: torch.Tensor, height: int) -> torch.Tensor:
+    """What bfloat16 values become, in float64."""
+    return read(*quantize(values, height), height).to(values.device)
+
+
 def moe_in_fp8(
     x: torch.Tensor,
     probs: torch.Tensor,
@@ -92,19 +99,20 @@ def moe_in_fp8(
     activation: Activation,
     gated: bool,
     glu_interleave: int = 0,
+    rounded: Callable[[torch.Tensor, int], torch.Tensor] = by_integers,
     **_: object,
 ) -> torch.Tensor:
     """The oracle's function, in float64 but for operands, which are rounded as FP8 experts do.
 
     Gradients pass roundings unchanged, so that products of a backward have the rounded operands.
+    ``rounded`` rounds bfloat16 in blocks of a height, to float64.
     """
 
     def bfloat16(values: torch.Tensor) -> torch.Tensor:
         return values + (values.bfloat16() - values).detach()
 
     def fp8(values: torch.Tensor, height: int) -> torch.Tensor:
-        found = read(*quantize(values.bfloat16(), height), height)
-        return values + (found - values).detach()
+        return values + (rounded(values.bfloat16(), height) - values).detach()
 
     out = torch.zeros_like(x)
     tokens_in_fp8 = fp8(x, 1)

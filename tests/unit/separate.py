@@ -85,8 +85,8 @@ def run(
     return found
 
 
-def oracle(config: MoEConfig, inputs: cases.Inputs) -> list[Found]:
-    """What every rank should find, by autograd through the oracle."""
+def oracle(config: MoEConfig, inputs: cases.Inputs, **how: Any) -> list[Found]:
+    """What every rank should find, by autograd through the oracle, which ``how`` is for."""
     x = torch.cat(inputs.x).double().requires_grad_()
     probs = torch.cat(inputs.probs).double().requires_grad_()
     fc1, fc2 = (
@@ -95,7 +95,7 @@ def oracle(config: MoEConfig, inputs: cases.Inputs) -> list[Found]:
     )
     routing_map = torch.cat(inputs.routing_map)
     layer = fp8.moe_in_fp8 if config.experts == "fp8" else moe_reference
-    out = layer(x, probs, routing_map, fc1, fc2, **cases.form_of(config))
+    out = layer(x, probs, routing_map, fc1, fc2, **cases.form_of(config), **how)
     leaves = (x, probs, *fc1, *fc2)
     grads = torch.autograd.grad(
         out, leaves, torch.cat(inputs.grad_out).double(), materialize_grads=True

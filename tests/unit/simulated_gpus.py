@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.config import TILE_M, MoEConfig, fp8_row_bytes
 from flashmoe_megatron.kernel import backend, bindings, ops, symmetric
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
@@ -171,10 +171,13 @@ class Library:
     def _sizes(self, problem: Any, sizes: Any) -> int:
         found = sizes._obj
         found.max_row_blocks = MOST_BLOCKS
-        for name, _ in bindings.FlashMoESizes._fields_[2:-2]:
-            setattr(found, name, 4096)
+        for name, kind in bindings.FlashMoESizes._fields_[2:]:
+            if kind is ctypes.c_uint64 and name != "weight_copy_bytes":
+                setattr(found, name, 4096)
         wanted = getattr(problem, "_obj", problem)
-        found.row_block_bytes = TILE_M * wanted.hidden * 2
+        in_fp8 = wanted.experts == bindings.FP8
+        row_bytes = fp8_row_bytes(wanted.hidden) if in_fp8 else 2 * wanted.hidden
+        found.row_block_bytes = TILE_M * row_bytes
         found.reads_tokens[True] = self.reads_tokens
         return bindings.OK
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import Experts, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.rows import BackwardRows, _at
@@ -18,9 +18,9 @@ COUNTS, BLOCK_OF = [130, 0, 40, 7], [0, 2, 2, 3, 4]
 """Rows of four experts, and where their blocks begin; the last block of the buffers is unused."""
 
 
-def config_of(num_ranks: int, intermediate: int) -> MoEConfig:
+def config_of(num_ranks: int, intermediate: int, experts: Experts = "bf16") -> MoEConfig:
     return MoEConfig(
-        hidden=64,
+        hidden=128 if experts == "fp8" else 64,
         intermediate=intermediate,
         num_experts=4 * num_ranks,
         topk=4,
@@ -28,6 +28,7 @@ def config_of(num_ranks: int, intermediate: int) -> MoEConfig:
         max_tokens=TOKENS,
         activation="silu",
         gated=True,
+        experts=experts,
     )
 
 
@@ -43,12 +44,25 @@ def rows_of(config: MoEConfig) -> BackwardRows:
     return BackwardRows(problem, grad_out, x, plan, scratch, BLOCKS)
 
 
-@pytest.mark.parametrize(("num_ranks", "intermediate"), [(1, 192), (1, 768), (2, 192)])
-def test_they_lie_apart_in_scratch_memory_and_plan(num_ranks: int, intermediate: int) -> None:
-    config = config_of(num_ranks, intermediate)
+FORMS: list[tuple[int, int, Experts]] = [
+    (1, 192, "bf16"),
+    (1, 768, "bf16"),
+    (2, 192, "bf16"),
+    (1, 256, "fp8"),
+    (2, 640, "fp8"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "intermediate", "experts"), FORMS)
+def test_they_lie_apart_in_scratch_memory_and_plan(
+    num_ranks: int, intermediate: int, experts: Experts
+) -> None:
+    config = config_of(num_ranks, intermediate, experts)
     rows = rows_of(config)
     found, num = rows._find(), BLOCKS * 128
-    widths = {"grad_preact": config.fc1_rows, "act": intermediate, "grad_out": config.hidden}
+    widths = {"grad_preact": config.fc1_rows, "act": intermediate}
+    widths |= {"grad_out": config.hidden, "x": config.hidden}
+    assert (found.x is not None) == (experts == "fp8")
     is_in_place = num_ranks == 1 and intermediate <= 512
     assert (found.grad_out is None) == is_in_place
     spans = [
@@ -71,9 +85,8 @@ def fill(rows: BackwardRows, config: MoEConfig) -> dict[str, list[torch.Tensor]]
     _at(rows.plan, found.expert_rows, torch.int32, 4).copy_(torch.tensor(COUNTS))
     _at(rows.plan, found.expert_block, torch.int32, 5).copy_(torch.tensor(BLOCK_OF))
     tokens = _at(rows.plan, found.row_tokens, torch.int32, num, 2)
-    assert rows.x is not None
     memory = {
-        "x": rows.x.view(torch.bfloat16).view(num, config.hidden),
+        "x": rows._inputs(found, num),
         "grad_preact": _at(rows.scratch, found.grad_preact, torch.bfloat16, num, config.fc1_rows),
         "act": _at(rows.scratch, found.act, torch.bfloat16, num, config.intermediate),
     }
@@ -91,11 +104,11 @@ def fill(rows: BackwardRows, config: MoEConfig) -> dict[str, list[torch.Tensor]]
     return parts
 
 
-@pytest.mark.parametrize(("num_ranks", "intermediate"), [(1, 192), (1, 768), (2, 192)])
-def test_factors_take_them(num_ranks: int, intermediate: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "intermediate", "experts"), FORMS)
+def test_factors_take_them(num_ranks: int, intermediate: int, experts: Experts) -> None:
     """Gradients are those of a loop over experts; where a rank lacks the backward they are NaN."""
     torch.manual_seed(0)
-    config = config_of(num_ranks, intermediate)
+    config = config_of(num_ranks, intermediate, experts)
     rows = rows_of(config)
     parts = fill(rows, config)
     sides = {"fc1": ("grad_preact", "x"), "fc2": ("grad_out", "act")}

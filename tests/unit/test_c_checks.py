@@ -130,7 +130,7 @@ def test_gradients_have_a_column_for_each_expert_or_choice() -> None:
     assert said == {columns: wanted.format(columns) for columns in (3, 9, -1)}
 
 
-def test_fp8_has_no_backward_and_no_biases() -> None:
+def test_fp8_needs_copies_of_weights_and_has_no_biases() -> None:
     problem = changed(experts=bindings.FP8, hidden=128, intermediate=256)
     group = bindings.FlashMoEGroup(
         heaps=(ctypes.c_void_p * 8)(*HEAPS),
@@ -139,17 +139,37 @@ def test_fp8_has_no_backward_and_no_biases() -> None:
     )
     given = bindings.FlashMoEInput(num_tokens=0, x=0x400000, probs=0x500000)
     fields = {"plan": 0x700000, "weight_maps": 0x400000, "out": 0x800000}
-    launch, biased = (bindings.FlashMoELaunch(**fields, biases=at) for at in (None, 0x900000))
+    copied = {**fields, "weight_copies": 0x200000}
     library = bindings.load()
-    one_pass = [problem, group, given, biased]
-    assert library.flashmoe_forward(*map(ctypes.byref, one_pass), 0) == bindings.BAD_ARGUMENT
-    said = library.flashmoe_last_error().decode()
-    assert said == "biases of FP8 experts: wanted a forward without biases"
-    arguments = 0xA00000, 0xB00000, bindings.FLOAT32, 0, 1
-    status = library.flashmoe_backward(*map(ctypes.byref, (problem, group, launch)), *arguments)
-    assert status == bindings.BAD_ARGUMENT
-    said = library.flashmoe_last_error().decode()
-    assert said == "a backward of FP8 experts: wanted a forward without biases"
+    for launch, words in (
+        (fields, "weight_copies is at (nil): wanted a 256-byte aligned address"),
+        ({**fields, "weight_copies": 0x200080}, "weight_copies is at 0x200080: wanted a 256-byte"),
+        ({**copied, "biases": 0x900000}, "biases of FP8 experts: wanted NULL"),
+    ):
+        one_pass = [problem, group, given, bindings.FlashMoELaunch(**launch)]
+        assert library.flashmoe_forward(*map(ctypes.byref, one_pass), 0) == bindings.BAD_ARGUMENT
+        assert library.flashmoe_last_error().decode().startswith(words)
+        del one_pass[2]
+        arguments = 0xA00000, 0xB00000, bindings.FLOAT32, 0, 1
+        status = library.flashmoe_backward(*map(ctypes.byref, one_pass), *arguments)
+        assert status == bindings.BAD_ARGUMENT
+        assert library.flashmoe_last_error().decode().startswith(words)
+
+
+def test_one_problem_in_fp8_has_room_for_both_passes() -> None:
+    """A backward in bfloat16 uses the memory that the sizes of its forward's problem tell."""
+    for ranks in (1, 2):
+        fields = {"num_ranks": ranks, "hidden": 128, "intermediate": 256}
+        in_fp8, plain = (
+            native.sizes_of(changed(**fields, experts=experts))
+            for experts in (bindings.FP8, bindings.AS_GIVEN)
+        )
+        assert in_fp8.heap_bytes >= plain.heap_bytes
+        assert in_fp8.workspace_bytes == plain.workspace_bytes
+        read = 128 * 128 * 2  # a block of rows in bfloat16
+        assert in_fp8.scratch_block_bytes[1] == plain.scratch_block_bytes[1] + read
+        assert in_fp8.row_block_bytes < plain.row_block_bytes
+        assert plain.weight_copy_bytes == 0
 
 
 BUFFERS = {"plan": 0x700000, "weight_maps": 0x400000, "scratch": 0x900000, "out": 0x800000}

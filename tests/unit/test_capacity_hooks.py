@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.blockwise import ROW, pack, quantize, rounded
 from flashmoe_megatron.config import TILE_M, MoEConfig
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
 from flashmoe_megatron.hooks import Call, Hooks
@@ -214,7 +215,7 @@ class Kernel:
         given = self.x, self.probs, self.routing_map
         self.backend.forward(*given, self.weights, training=False)
         self.gpus.wait(0)
-        rows, inputs = self.launched[-1][3], self.launched[-1][12:]
+        rows, inputs = self.launched[-1][4], self.launched[-1][13:]
         return {"rows": rows, "x": inputs[0], "probs": inputs[1], "map": inputs[2]}
 
 
@@ -247,7 +248,7 @@ def test_the_kernel_shows_its_rows_behind_the_launch(monkeypatch: pytest.MonkeyP
     for stage in ("dispatch", "padding"):
         kernel.backend.hooks.add("after", stage, look)  # type: ignore[arg-type]
     given = kernel.call()
-    blocks = kernel.launched[-1][7]
+    blocks = kernel.launched[-1][8]
     shape = (blocks * TILE_M, CONFIG.hidden)
     assert seen == [(1, given["rows"].data_ptr(), shape, torch.bfloat16)] * 2
 
@@ -264,6 +265,21 @@ def test_the_kernel_shows_its_rows_behind_the_launch(monkeypatch: pytest.MonkeyP
             kernel.call()
         assert len(kernel.launched) == before, "it is told before anything is launched"
         handle.remove()
+
+
+def test_the_kernels_rows_in_fp8_are_shown_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Gpus(1, 0, slow=0), monkeypatch)
+    config = cases.make_config(hidden=256, intermediate=128, experts="fp8")
+    backend, seen = make_backend(config, 0), []
+    backend._describe()
+    for stage in ("dispatch", "padding"):
+        backend.hooks.add("after", stage, lambda rows, _: seen.append(rows))  # type: ignore[arg-type]
+    x = torch.randn(TILE_M, config.hidden).bfloat16()
+    x[100:] = 0
+    backend._show_rows(pack(quantize(x, ROW)).view(-1), 1, 0)
+    assert len(seen) == 2
+    for rows in seen:
+        assert torch.equal(rows, rounded(x, ROW))
 
 
 def test_what_the_kernel_cannot_do_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hooks import Call
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE
 from flashmoe_megatron.options import FrameworkOptions
-from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.select import resolve_kind, select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.separate.precision import precision_of
 from flashmoe_megatron.separate.steps import PLAIN
@@ -435,16 +435,29 @@ def test_metrics_count_the_bytes_that_travel() -> None:
         assert forward * 2 * rows == backward * (token + rows)
 
 
-@pytest.mark.parametrize("kind", ["kernel", "auto"])
-def test_the_kernel_refuses_fp8_by_name(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything touches the GPU, which here is none."""
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hopper GPU for what only asks for its name."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kind", ["kernel", "auto"])
+def test_the_kernel_refuses_blocks_of_gate_and_up_rows_by_name(kind: str) -> None:
+    """Before anything touches the GPU, which here is none."""
     words = (
-        "experts='fp8' on the backend 'kernel', .* wanted the backend 'scheduled' or "
-        "'reference', or experts='bf16'"
+        "experts='fp8' with glu_interleave=32 on the backend 'kernel', .*: wanted 0 or a multiple "
+        "of 128, the backend 'scheduled' or 'reference', or experts='bf16'"
     )
+    config = dataclasses.replace(CONFIG, glu_interleave=32)
     with pytest.raises(ConfigError, match=words):
-        select_backend(CONFIG, None, "cuda", kind=kind)  # type: ignore[arg-type]
-    check_kernel_experts(cases.CONFIG)
+        select_backend(config, None, "cuda", kind=kind)  # type: ignore[arg-type]
+    for served in (CONFIG, dataclasses.replace(CONFIG, glu_interleave=128), cases.CONFIG):
+        check_kernel_experts(served)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_kernel_is_chosen_for_fp8_on_its_own_gpus() -> None:
+    assert resolve_kind("auto", torch.device("cuda", 0), torch.bfloat16) == "kernel"

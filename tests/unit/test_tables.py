@@ -36,3 +36,40 @@ def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(mo
         cache.of_weights(weights, problem, native.sizes_of(problem))
     assert len(encoded) == 2
     assert encoded[0] != encoded[1]
+
+
+def test_layers_in_fp8_share_the_copies_of_their_weights(monkeypatch):
+    config = cases.make_config(hidden=128, intermediate=128, experts="fp8")
+    call = bindings.call
+    given: list[int] = []
+
+    def without_a_gpu(name: str, *args):
+        return given.append(args[3]) if name == "encode_weights" else call(name, *args)
+
+    monkeypatch.setattr(bindings, "call", without_a_gpu)
+    is_capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
+    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    kept: list[torch.Tensor] = []
+    memory = types.SimpleNamespace(captured=types.SimpleNamespace(keep=kept.append))
+    problem = native.problem_of(config)
+    sizes = native.sizes_of(problem)
+
+    def weights() -> ExpertWeights:
+        fc1, fc2 = (torch.zeros(8, n, 128, dtype=torch.bfloat16) for n in (256, 128))
+        return ExpertWeights(tuple(fc1), tuple(fc2))
+
+    cache = tables.AddressTables(config, memory, torch.device("cpu"))
+    layers = [weights() for _ in range(3)]
+    is_capturing[0] = True  # a graph's memory is another's once the graph is gone
+    captured = cache.of_weights(layers[0], problem, sizes).copies
+    assert captured is not None
+    assert captured is kept[0]
+    is_capturing[0] = False
+    first, second = (cache.of_weights(one, problem, sizes).copies for one in layers[1:])
+    assert first is second
+    assert first is not captured
+    assert first is not None
+    assert first.nbytes == sizes.weight_copy_bytes == 2 * 8 * 128 * (256 + 128)
+    assert given == [captured.data_ptr(), first.data_ptr(), first.data_ptr()]

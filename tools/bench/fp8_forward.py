@@ -2,9 +2,8 @@
 
     python -m tools.bench.fp8_forward --one-of 4 --out results.jsonl
 
-It calls the C interface, which has FP8 in a forward alone: layers do not have it on the kernel yet.
-Both forwards are a rank's that is alone, with the same tokens, routing and weights, which are
-quantized before; a forward quantizes its tokens and activations itself. Values are random, since
+It calls the C interface. Both forwards are of a rank that is alone, with the same tokens, routing
+and weights; in FP8 it quantizes weights, tokens and activations itself. Values are random, since
 power bounds what products reach.
 """
 
@@ -20,23 +19,11 @@ from examples.arguments import count
 from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns
-from flashmoe_megatron.blockwise import SQUARE, quantize
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.kernel import bindings
 from tools.arguments import add_shapes, parser_of, read_shapes
 from tools.bench import common
 from tools.bench.common import log
-
-SCALES_AT_ONCE = 4
-"""Scales of a weight's row of blocks come in whole multiples of so many."""
-
-
-def quantized(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a weight ``[out, in]`` as a forward in FP8 reads it: values, then scales."""
-    blocks = quantize(weight.detach(), SQUARE)
-    pad = -blocks.scales.shape[1] % SCALES_AT_ONCE
-    scales = torch.nn.functional.pad(blocks.scales, (0, pad)).contiguous()
-    return torch.cat([part.view(torch.uint8).flatten() for part in (blocks.values, scales)])
 
 
 class Rank:
@@ -63,8 +50,8 @@ class Rank:
         """Makes the memory of one layer.
 
         Args:
-            config: The layer, whose ``experts`` say what the weights are.
-            fc1: Weights of the rank's experts; as :func:`quantized` has them if in FP8.
+            config: The layer.
+            fc1: Weights of the rank's experts, in bfloat16.
             fc2: As ``fc1``.
             rank: Which rank it is.
             num_ctas: CTAs of each launch.
@@ -97,8 +84,13 @@ class Rank:
         )
         self.stream = torch.cuda.Stream()
         maps = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8)
+        self._copies = self._empty(sizes.weight_copy_bytes) if config.experts == "fp8" else None
         bindings.call(
-            "encode_weights", self._problem, *map(_addresses, self._weights), maps.data_ptr()
+            "encode_weights",
+            self._problem,
+            *map(_addresses, self._weights),
+            self._copies.data_ptr() if self._copies is not None else None,
+            maps.data_ptr(),
         )
         self._maps = maps.cuda()
         self._group = bindings.FlashMoEGroup()
@@ -157,6 +149,7 @@ class Rank:
             num_tokens=num_tokens,
             plan=self.plan.data_ptr(),
             weight_maps=self._maps.data_ptr(),
+            weight_copies=self._copies.data_ptr() if self._copies is not None else None,
             rows=self.rows.data_ptr(),
             preact=self.preact.data_ptr(),
             scratch=self.scratch.data_ptr(),
@@ -180,8 +173,7 @@ def lone_rank(problem: Problem, experts: str) -> Rank:
         **{name: getattr(given, name) for name in names}, num_ranks=1, experts=experts
     )
     weights = [
-        [quantized(one) if experts == "fp8" else one.detach() for one in kind]
-        for kind in (problem.weights.fc1, problem.weights.fc2)
+        [one.detach() for one in kind] for kind in (problem.weights.fc1, problem.weights.fc2)
     ]
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     rank = Rank(config, *weights, num_ctas=sms // 2 * 2)

@@ -15,6 +15,7 @@ constexpr bool kIsFp8 = true;
 constexpr bool kIsFp8 = false;
 #endif
 constexpr int kOperandBytes = kIsFp8 ? 1 : kElementBytes;
+constexpr int kScaleBlock = 128;
 
 // The tile that a CTA multiplies at a time.
 constexpr int BLOCK_M = 128;  // rows; an expert's segment starts at a multiple of it

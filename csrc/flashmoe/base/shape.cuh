@@ -90,11 +90,25 @@ struct Divisor {
 static_assert(Divisor::of(65535).divide(65534) == 0 and Divisor::of(65535).divide(65535) == 1 and
               Divisor::of(3).divide(65534) == 21844 and Divisor::of(3).divide(65535) == 21845);
 
-// Bytes of a row that products read along K. In FP8 its values are followed by a scale for each 128
-// of them, and by pads up to a multiple of 16. So a copy of the row has its scales, too.
+// Bytes of a row in FP8: its values are followed by a scale for each 128 of them, and by pads up to
+// a multiple of 16. So a copy of the row has its scales, too.
+__host__ __device__ constexpr int fp8_row_bytes(int width) {
+    return align_up(width + width / kScaleBlock * int(sizeof(float)), 16);
+}
+// Bytes of a row that products read along K.
 __host__ __device__ constexpr int operand_row_bytes(int width) {
-    return kIsFp8 ? align_up(width + width / BLOCK_K * int(sizeof(float)), 16)
-                  : width * kOperandBytes;
+    return kIsFp8 ? fp8_row_bytes(width) : width * kOperandBytes;
+}
+
+// Bytes of the copy of a weight that a pass of experts in FP8 reads: in a forward its values, then
+// the scales of blocks, in rows of whole multiples of 16 bytes; in a backward what these stand for.
+__host__ __device__ constexpr int scales_of_row(int num_in) {
+    return align_up(num_in / kScaleBlock, 4);
+}
+__host__ __device__ constexpr int64_t copied_weight_bytes(int num_out, int num_in) {
+    const int64_t values = int64_t(num_out) * num_in * kOperandBytes;
+    const int scales = num_out / kScaleBlock * scales_of_row(num_in) * int(sizeof(float));
+    return values + (kIsFp8 ? scales : 0);
 }
 
 struct Shape {

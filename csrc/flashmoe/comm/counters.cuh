@@ -9,7 +9,7 @@
 
 namespace flashmoe {
 
-// Sums over threads, CTAs and launches; the mirror of the last part of FlashMoERecord.
+// Sums over threads, CTAs and launches.
 template <class Word>
 struct CounterSet {
     Word nanoseconds[kNumSpans];     // by Span: waited, or busy; of one lane per warp
@@ -20,7 +20,12 @@ struct CounterSet {
 
     static constexpr int kWords = kNumSpans + 2 * kMaxRanks + 2;
 };
-using Totals = CounterSet<unsigned long long>;
+
+// The mirror of FlashMoECounters.
+struct Totals : CounterSet<unsigned long long> {
+    unsigned long long rows_pulled_in_fp8[kMaxRanks];  // among rows_pulled
+};
+static_assert(sizeof(Totals) == (Totals::kWords + kMaxRanks) * 8);
 
 __device__ __forceinline__ CounterSet<uint32_t>& counters() {
     __shared__ CounterSet<uint32_t> of_cta;
@@ -55,7 +60,8 @@ __device__ __forceinline__ void open_counters(bool counts) {
     __syncthreads();
 }
 
-// Adds a CTA's counts to the totals. Scope: a CTA, after its last count.
+// Adds a CTA's counts to the totals. All rows that a launch in FP8 pulls are in FP8. Scope: a CTA,
+// after its last count.
 __device__ __forceinline__ void close_counters(Totals* totals) {
     __syncthreads();
     if (not is_counting()) return;
@@ -63,6 +69,11 @@ __device__ __forceinline__ void close_counters(Totals* totals) {
         const uint32_t count = reinterpret_cast<uint32_t*>(&counters())[i];
         if (count != 0) {
             atomicAdd(reinterpret_cast<unsigned long long*>(totals) + i, (unsigned long long)count);
+            if constexpr (kIsFp8) {
+                const int peer = i - kNumSpans;
+                if (peer < 0 or peer >= kMaxRanks) continue;
+                atomicAdd(totals->rows_pulled_in_fp8 + peer, (unsigned long long)count);
+            }
         }
     }
 }

@@ -47,6 +47,12 @@ struct BackwardPass {
     using FinishGemm0 = DifferentiateRows<T, kGated>;
 };
 
+// The backward of a forward in FP8: it multiplies 16-bit copies of the forward's operands.
+template <class T, bool kGated>
+struct BackwardPassOfFp8 : BackwardPass<T, kGated, false> {
+    using FinishGemm0 = DifferentiateRows<T, kGated, true>;
+};
+
 // Shared memory is full: the launch asks for the large buffers, and the small ones lie in the
 // kilobyte that static memory is padded to anyway.
 struct LayerBuffers {

@@ -226,8 +226,8 @@ struct Preacts {
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
 // of the probabilities' gradient, <G, act>; there is no division by the probability anywhere. A
 // processor's warps follow one another, and pre-activations are loaded four rows ahead across them,
-// the first before there are outputs.
-template <class T, bool kGated>
+// the first before there are outputs. With kIsRounded fc2's input is what it stands for in FP8.
+template <class T, bool kGated, bool kIsRounded = false>
 class DifferentiateRows {
  public:
     __device__ __forceinline__ DifferentiateRows(const LayerArgs& args,
@@ -291,7 +291,12 @@ class DifferentiateRows {
                     dprobs[i] += g[c] * value;
                     act[c] = value * prob;
                 }
-                acts[i] = pack8<T>(act);
+                if constexpr (kIsRounded) {
+                    const uint32_t lanes = 0xFFFFu << lane / kScaleLanes * kScaleLanes;
+                    acts[i] = rounded8(pack8<T>(act), lanes);
+                } else {
+                    acts[i] = pack8<T>(act);
+                }
                 uint4 dgate = pack8<T>(z);
                 if constexpr (kGated) {
                     uint4 dup = pack8<T>(u);

@@ -17,7 +17,9 @@ from flashmoe_megatron.adapters.patch import Function, patch
 
 BFLOAT16_EXPERTS = (
     "routed experts compute in bfloat16 (--flashmoe-experts bf16); attention, dense layers and "
-    "shared experts in FP8, as Transformer Engine does"
+    "shared experts in FP8, as Transformer Engine does; with --flashmoe-experts fp8 tokens would "
+    "travel, and be kept, in 0.52 of their bytes, and forwards of wide experts take less time: "
+    "FP8.md has measurements"
 )
 """The notice that the user of such a run receives."""
 

@@ -1,0 +1,329 @@
+"""Experts in blockwise FP8 on the kernel, forward and backward, on virtual ranks of one GPU.
+
+``test_fp8_forward.py`` has the forward's operands, bit by bit, by the C interface.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_megatron import FlashMoELayer
+from flashmoe_megatron.blockwise import ROW, SQUARE, quantize, rounded
+from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
+from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.hooks import Call
+from flashmoe_megatron.low_rank import FactorGrads, Factors
+from flashmoe_megatron.options import BackendOptions
+from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.separate.backend import ScheduledBackend
+from flashmoe_megatron.weights import ExpertWeights
+from tests.gpu import steps
+from tests.gpu.expected import Results
+from tests.gpu.test_batch_invariance import of_tokens
+from tests.gpu.virtual import VirtualLayer, device
+from tests.gpu.virtual_hosts import VirtualHosts
+from tests.unit import cases
+from tests.unit.separate import Found, compare, oracle, run
+from tests.unit.test_fp8 import FURTHER, uneven_inputs
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {
+    "hidden": 256,
+    "intermediate": 384,
+    "num_experts": 8,
+    "topk": 2,
+    "experts": "fp8",
+    "max_tokens": 640,
+}
+TOKENS = {1: [600], 2: [300, 411], 4: [133, 0, 640, 256]}
+FORMS: dict[str, dict[str, Any]] = {
+    "swiglu": {"gated": True, "activation": Activation.SILU},
+    "plain": {"gated": False, "activation": Activation.SQUARED_RELU},
+    "narrow": {"gated": True, "activation": Activation.SILU, "intermediate": 128},
+    "interleaved": {"gated": True, "activation": Activation.GELU, "glu_interleave": 128},
+    "wide": {
+        "gated": True,
+        "activation": Activation.SILU,
+        "hidden": 640,
+        "intermediate": 896,
+        "num_experts": 4,
+    },
+}
+
+
+def make(num_ranks: int, **form: Any) -> tuple[MoEConfig, cases.Inputs]:
+    config = cases.make_config(num_ranks=num_ranks, **{**SIZES, **form})
+    return config, steps.to_device(uneven_inputs(config, TOKENS[num_ranks]), device())
+
+
+def found_of(results: Results) -> Found:
+    return {
+        "out": results.out,
+        "grad x": results.grad_x,
+        "grad probs": results.grad_probs,
+        "grad fc1": results.grad_fc1,
+        "grad fc2": results.grad_fc2,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", list(TOKENS))
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_results_are_those_of_rounded_operands(form: dict[str, Any], num_ranks: int) -> None:
+    config, inputs = make(num_ranks, **form)
+    layer = VirtualLayer(config)
+    weights = steps.weights_of(config, inputs)
+    want = oracle(config, inputs)
+    steps.spoil(layer, inputs, weights)
+    got = steps.step(layer, inputs, weights)
+    torch.cuda.synchronize()
+    for rank, its in enumerate(want):
+        share = found_of(got.share(config, TOKENS[num_ranks], rank))
+        compare(share, its, torch.bfloat16, times=1.3 * FURTHER)
+    steps.assert_same_bits(steps.step(layer, inputs, weights), got)
+    layer.check_guards()
+
+
+def test_two_hosts_quantize_within_each() -> None:
+    """Between hosts tokens are bfloat16, and each token is quantized once."""
+    config, inputs = make(4)
+    weights = steps.weights_of(config, inputs)
+    layer = VirtualHosts(config, 2)
+    got = layer.step(inputs, weights)
+    torch.cuda.synchronize()
+    for rank, its in enumerate(oracle(config, inputs)):
+        share = found_of(got.share(config, TOKENS[4], rank))
+        compare(share, its, torch.bfloat16, times=2 * FURTHER)
+    steps.assert_same_bits(layer.step(inputs, weights), got)
+    layer.allocator.check()
+
+
+def test_tokens_travel_as_bytes_with_their_scales() -> None:
+    """Rows of a forward count with their bytes; results and gradients are of 16 bits."""
+    bytes_of = {}
+    for experts in ("bf16", "fp8"):
+        config, inputs = make(2, experts=experts, hidden=1024)
+        layer = VirtualLayer(config)
+        weights = steps.weights_of(config, inputs)
+        layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+        forward = [backend.traffic for backend in layer.backends]
+        steps.step(layer, inputs, weights)
+        both = [backend.traffic for backend in layer.backends]
+        bytes_of[experts] = [[one.bytes_sent for one in each] for each in (forward, both)]
+    local = config.num_local_experts
+    for rank, experts in enumerate((slice(0, local), slice(local, None))):
+        served = int(inputs.routing_map[1 - rank][:, experts].any(1).sum())
+        for number, launches in enumerate((1, 3)):
+            plain, in_fp8 = (bytes_of[kind][number][rank] for kind in ("bf16", "fp8"))
+            assert plain == launches * 2 * served * 2 * 1024
+            forwards = number + 1
+            assert plain - in_fp8 == forwards * served * (2 * 1024 - (1024 + 8 * 4))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_hooks_see_what_rows_stand_for(num_ranks: int) -> None:
+    config, inputs = make(num_ranks)
+    layer, seen = VirtualLayer(config), {}
+    for rank, backend in enumerate(layer.backends):
+
+        def look(rows: torch.Tensor, call: Call, rank: int = rank) -> None:
+            if not call.is_probe:
+                seen[rank] = rows.double().clone()
+
+        backend.hooks.add("after", "dispatch", look)
+    weights = steps.weights_of(config, inputs)
+    layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights, training=False)
+    torch.cuda.synchronize()
+    x, chosen = rounded(torch.cat(inputs.x), ROW).double(), torch.cat(inputs.routing_map)
+    for rank in range(num_ranks):
+        begin = 0
+        for expert in range(rank * config.num_local_experts, (rank + 1) * config.num_local_experts):
+            own = x[chosen[:, expert]]
+            end = begin + -(-len(own) // TILE_M) * TILE_M
+            torch.testing.assert_close(seen[rank][begin:end].sum(0), own.sum(0))
+            begin = end
+        assert begin == len(seen[rank])
+
+
+@pytest.mark.parametrize("form", ["swiglu", "plain"])
+def test_a_tokens_bits_do_not_depend_on_others(form: str) -> None:
+    config, inputs = make(1, **FORMS[form])
+    (num_tokens,) = TOKENS[1]
+    everyone = of_tokens(config, inputs, torch.arange(num_tokens, device=device()))
+    shuffled = torch.randperm(num_tokens, generator=cases.generator(1)).to(device())
+    for tokens in (shuffled, shuffled[:300], shuffled[:57], shuffled[:1]):
+        for some, every in zip(of_tokens(config, inputs, tokens), everyone, strict=True):
+            assert torch.equal(some, every[tokens]), len(tokens)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_factors_are_given_rows_in_16_bits(num_ranks: int) -> None:
+    """Their gradients are the products with what tokens stand for that full gradients are."""
+    config, inputs = make(num_ranks)
+    layer, weights = VirtualLayer(config), steps.weights_of(config, inputs)
+    want = steps.step(layer, inputs, weights)
+    factors, made = [], []
+    for _ in range(num_ranks):
+        local, kinds = config.num_local_experts, []
+        for num_in, num_out in (
+            (config.hidden, config.fc1_rows),
+            (config.intermediate, config.hidden),
+        ):
+            down = torch.eye(16, num_in, device=device()).bfloat16().expand(local, -1, -1)
+            up = torch.eye(num_out, 16, device=device()).bfloat16().expand(local, -1, -1)
+            kinds.append(FactorGrads((down.contiguous(),), (up.contiguous(),), 1.0, [True, True]))
+        made.append(kinds)
+        factors.append(Factors(*kinds))
+    _, saved = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+    grads = steps.make_grads(layer, weights)
+    layer.backward(inputs.grad_out, saved, weights, *grads, factors=factors)
+    torch.cuda.synchronize()
+    for rank, kinds in enumerate(made):
+        its = want.share(config, TOKENS[num_ranks], rank)
+        for kind, full in zip(kinds, (its.grad_fc1, its.grad_fc2), strict=True):
+            of_down, of_up = kind.grads()
+            assert of_down is not None
+            assert of_up is not None
+            assert_close("down", of_down.float(), full[:, :16].float(), rel_l2=1e-2)
+            assert_close("up", of_up.float(), full[:, :, :16].float(), rel_l2=1e-2)
+
+
+@pytest.mark.parametrize("keep", ["preactivations", "inputs"])
+def test_what_is_kept_changes_no_bit(keep: str) -> None:
+    config, inputs = make(1)
+    want, got = (
+        run(select_backend(config, None, device(), kind="kernel", keep=kept), inputs)
+        for kept in ("all", keep)
+    )
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_rows_that_come_again_from_another_rank_change_no_bit() -> None:
+    config, inputs = make(2)
+    weights = steps.weights_of(config, inputs)
+    want, got = (
+        steps.step(VirtualLayer(config, keep=kept), inputs, weights)
+        for kept in ("all", "preactivations")
+    )
+    steps.assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_the_scheduled_backend_computes_the_same(form: dict[str, Any]) -> None:
+    """Each is as far from the oracle as the other, and from each other no further than both."""
+    config, inputs = make(1, **form)
+    scheduled = ScheduledBackend(config, device=device(), options=BackendOptions(), degrees=(1, 1))
+    kernel = select_backend(config, None, device(), kind="kernel")
+    compare(
+        run(kernel, inputs),
+        {name: value.double() for name, value in run(scheduled, inputs).items()},
+        torch.bfloat16,
+        times=2 * FURTHER,
+    )
+
+
+def test_weights_are_quantized_bit_by_bit_at_each_pass() -> None:
+    config, inputs = make(1)
+    layer = VirtualLayer(config, is_guarded=False)
+    weights = steps.weights_of(config, inputs)
+    (backend,) = layer.backends
+    forward = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
+    torch.cuda.synchronize()
+    copies = backend._tables._copies
+    assert copies is not None
+    at = 0
+    for weight in (*weights[0].fc1, *weights[0].fc2):
+        blocks = quantize(weight, SQUARE)
+        values = copies[at : at + weight.numel()].view(weight.shape)
+        assert torch.equal(values, blocks.values.view(torch.uint8))
+        at += weight.numel()
+        rows, columns = blocks.scales.shape
+        pitch = (columns + 3) // 4 * 4
+        scales = copies[at : at + 4 * rows * pitch].view(torch.float32).view(rows, pitch)
+        assert torch.equal(scales[:, :columns], blocks.scales)
+        at += 4 * rows * pitch
+    steps.backward(layer, inputs, weights, forward)
+    torch.cuda.synchronize()
+    at = 0
+    for weight in (*weights[0].fc1, *weights[0].fc2):
+        read = copies[at : at + 2 * weight.numel()].view(torch.bfloat16).view(weight.shape)
+        assert torch.equal(read, rounded(weight, SQUARE))
+        at += 2 * weight.numel()
+
+
+@pytest.mark.parametrize("change", ["step", "load", "write_data", "give_memory"])
+def test_no_quantized_weight_is_older_than_its_parameter(change: str) -> None:
+    from tests.unit import test_fp8
+
+    config = replace(test_fp8.CONFIG, num_experts=4)
+
+    def make_layer() -> FlashMoELayer:
+        return FlashMoELayer(
+            config, device="cuda", dtype=torch.bfloat16, router=True, backend="kernel"
+        )
+
+    torch.manual_seed(7)
+    layer, other = make_layer(), make_layer()
+    x = torch.randn(16, config.hidden, device="cuda").bfloat16()
+    before = layer(x)
+    if change == "load":
+        state = {name: value.flip(-1) for name, value in layer.state_dict().items()}
+        layer.load_state_dict(state)
+    else:
+        getattr(test_fp8, change)(layer, x)
+    other.load_state_dict({key: value.clone() for key, value in layer.state_dict().items()})
+    results = []
+    for one in (layer, other):
+        one.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out = one(inputs)
+        out.backward(torch.ones_like(out))
+        results.append((out, inputs.grad, one.fc1.grad, one.fc2.grad))
+    assert not torch.equal(results[0][0], before)
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_graph_quantizes_again_at_each_replay() -> None:
+    config, inputs = make(1)
+    backend = select_backend(config, None, device(), kind="kernel", row_bound=2.0)
+    weights = steps.weights_of(config, inputs)[0]
+    x, probs, routing_map = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
+
+    def forward() -> torch.Tensor:
+        return backend.forward(x, probs, routing_map, weights, training=True)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        before = forward().clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = forward()
+    for weight in (*weights.fc1, *weights.fc2):
+        weight.copy_(weight.flip(-1) * 3)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, forward())
+    assert not torch.equal(out, before)
+
+
+def test_weights_in_another_form_are_refused() -> None:
+    config, inputs = make(1)
+    backend = select_backend(config, None, device(), kind="kernel")
+    plain = steps.weights_of(config, inputs)[0]
+    turned = tuple(tuple(w.t().contiguous() for w in kind) for kind in (plain.fc1, plain.fc2))
+    half = tuple(tuple(w.half() for w in kind) for kind in (plain.fc1, plain.fc2))
+    given = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
+    for weights, words in (
+        (ExpertWeights(*turned, transposed=True), "transposed weights: wanted"),
+        (ExpertWeights(*half), "float16: wanted bfloat16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            backend.forward(*given, weights, training=False)

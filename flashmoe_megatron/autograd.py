@@ -195,6 +195,11 @@ def apply(
             f"additions to experts' matrices with spare_slots={slots}, which compute other ranks' "
             "experts: wanted 0"
         )
+    if isinstance(weights, AdaptedWeights) and backend.host_slots:
+        raise ConfigError(
+            f"additions to experts' matrices with host_slots={backend.host_slots}, which compute "
+            "other hosts' experts: wanted 0"
+        )
     if isinstance(weights, AdaptedWeights) and backend.hooks.expert is not None:
         raise ConfigError(
             "additions to experts' matrices with an expert of your own, "

@@ -168,6 +168,10 @@ class Backend(OfGroup, ABC):
     reads_tokens: bool = False
     spare_slots: int = 0
     """Places of each rank for replicas of other ranks' experts, that are filled."""
+    host_slots: int = 0
+    """The same of other hosts' experts."""
+    num_hosts: int = 1
+    """Hosts of the group, as many ranks on each."""
     kind: ClassVar[str] = ""
     """The choice that it is: "kernel", "scheduled" or "reference"; none over hosts."""
     reach: ClassVar[Reach] = EVERYWHERE

@@ -32,6 +32,7 @@ from flashmoe_megatron.telemetry.registry import choose_metrics
 
 BackendKind = Literal["auto", "kernel", "scheduled", "reference"]
 ExchangeKind = Literal["auto", "direct", "copies", "2dh"]
+Combine = Literal["shares", "routes"]
 MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
 GateKind = Literal["router", "gshard", "sigmoid", "xmoe"]
@@ -185,10 +186,10 @@ def option(default: Any, rule: Rule, help: str, *, unset: str = "") -> Any:
 class BackendOptions:
     """How a backend runs a layer; the same on every rank.
 
-    The reference heeds ``keep``, ``row_bound``, ``host_overlap``, what is said of replicas, and
-    between hosts ``timeout``; the scheduled backend heeds ``keep``, ``row_bound``, ``counters``,
-    its own ``degree``, ``degree_fit`` and ``exchange``, and ``timeout`` in every exchange but
-    direct. The others change nothing for them.
+    The reference heeds ``keep``, ``row_bound``, ``host_overlap``, ``combine``, ``host_slots``,
+    what is said of replicas, and between hosts ``timeout``; the scheduled backend heeds ``keep``,
+    ``row_bound``, ``counters``, its own ``degree``, ``degree_fit`` and ``exchange``, and
+    ``timeout`` in every exchange but direct. The others change nothing for them.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -284,6 +285,22 @@ class BackendOptions:
         "group spans several. It launches its own tokens first, while the others travel, and "
         "results travel back during the next launch. With 0, all tokens are exchanged before the "
         "launch and all results after it.",
+    )
+    combine: Combine = option(
+        "shares",
+        one_of(get_args(Combine)),
+        "How results come together. shares adds up what the experts of one rank, and then of one "
+        "host, make of a token, and sends one row. routes sends a row for each expert of a token, "
+        "there and back, and the token's rank adds them: then no bit of outputs and of gradients "
+        "of tokens and probabilities depends on which rank or host computes an expert. Not for "
+        "the scheduled backend.",
+    )
+    host_slots: int = option(
+        0,
+        whole_number(least=0, most=MAX_EXPERTS),
+        "How many experts of other hosts a rank may compute in each call besides its own, for the "
+        "tokens of its host, where an expert-parallel group spans several. They are those that "
+        "most routes of these tokens choose. It needs combine routes and exact buffers.",
     )
     counters: bool = option(
         True,

@@ -201,6 +201,26 @@ def tokens_within(config: MoEConfig, num_hosts: int) -> int:
     return min(math.ceil(expected), config.max_tokens * num_hosts)
 
 
+def of_routes(config: MoEConfig, host_slots: int = 0) -> MoEConfig:
+    """The layer whose tokens are the routes of another's; each rank has some experts more."""
+    return dataclasses.replace(
+        config,
+        topk=1,
+        max_tokens=config.max_tokens * config.topk,
+        num_experts=config.num_experts + config.num_ranks * host_slots,
+    )
+
+
+def least_guest_rows(config: MoEConfig) -> int:
+    """Returns the fewest rows of an expert that make up for its way to another host.
+
+    For each number of its weights 2 bytes cross in forward, 2 in backward and 4 of its gradient
+    return. A row that need not cross spares 2 bytes of each of its numbers four times. Cards carry
+    as much of the one as of the other if places are alike.
+    """
+    return config.fc1_rows + config.intermediate
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
     """Rows that a layer over hosts sends, and their time, under uniform random routing.
@@ -278,18 +298,26 @@ def products_s(config: MoEConfig) -> float:
     return config.max_tokens * flops / TENSOR_FLOPS
 
 
-def describe_hosts(config: MoEConfig, num_hosts: int, *, is_fixed: bool, overlap: int) -> str:
-    """A sentence that says what :func:`plan_hosts` does, and what a forward takes by it."""
+def describe_hosts(
+    config: MoEConfig, num_hosts: int, *, is_fixed: bool, overlap: int, by_route: bool = False
+) -> str:
+    """A sentence that says what :func:`plan_hosts` does, and what a forward takes by it.
+
+    With ``by_route`` what crosses are a token's routes.
+    """
+    what = "token"
+    if by_route:
+        config, what = of_routes(config), "route"
     plan = plan_hosts(config, num_hosts, is_fixed=is_fixed)
     card, products = plan.card_bytes / CARD_BYTES_PER_S, products_s(config)
     forward = forward_over_hosts(products, card, num_hosts=num_hosts, overlap=overlap)
     return (
-        f"{num_hosts} hosts of {plan.ranks_per_host}: a token of a rank crosses to "
+        f"{num_hosts} hosts of {plan.ranks_per_host}: a {what} of a rank crosses to "
         f"{plan.rows:.2f} other hosts{'' if is_fixed else ' on average'}, as a row of "
         f"{plan.row_bytes / 1024:.1f} KiB with its routes out and a row back, "
         f"{plan.card_bytes / 2**20:.0f} MiB over its network card each way; {plan.launches} "
-        f"launch{'es' * (plan.launches > 1)} of at most {plan.launch_tokens} tokens, for which the "
-        f"symmetric heap's rows take {plan.heap_bytes / 2**20:.0f} MiB; at "
+        f"launch{'es' * (plan.launches > 1)} of at most {plan.launch_tokens} {what}s, for which "
+        f"the symmetric heap's rows take {plan.heap_bytes / 2**20:.0f} MiB; at "
         f"{CARD_BYTES_PER_S / 1e9:.0f} GB/s a card a forward takes {forward * 1e3:.2f} ms by a "
         f"model, with products of {products * 1e3:.2f} ms and host_overlap={overlap}"
     )

@@ -45,6 +45,8 @@ _ALWAYS = (
     "spare_slots",
     "placement",
     "replica_policy",
+    "combine",
+    "host_slots",
     "timeout",
 )
 _AGREED = {
@@ -203,6 +205,8 @@ def _make_backend(
             logging.WARNING,
         )
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
+    if chosen_options.combine == "routes" or chosen_options.host_slots:
+        check_combine(config, chosen_options, grid, chosen, is_alone=group is None)
     if kind == "auto":
         _announce(chosen, _describe(device)[1], dtype if chosen == "scheduled" else None)
     if chosen == "reference" and device.type == "cuda":
@@ -235,12 +239,16 @@ def _make_backend(
             _announce_once(f"MoE layers of {config.num_experts} experts: {choice}")
         return backend
 
-    if group is None or grid.num_hosts == 1:
+    by_route = chosen_options.combine == "routes"
+    if group is None or (grid.num_hosts == 1 and not by_route):
         return ranks.each(lambda: make(config, group, chosen_options))
     ranks.each(lambda: check_over_hosts(chosen_options, grid, is_kernel=chosen == "kernel"))
     is_fixed, overlap = chosen_options.row_bound is not None, chosen_options.host_overlap
-    described = describe_hosts(config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap)
-    _announce_once(f"MoE layers of {config.num_experts} experts over {described}")
+    if grid.num_hosts > 1:
+        described = describe_hosts(
+            config, grid.num_hosts, is_fixed=is_fixed, overlap=overlap, by_route=by_route
+        )
+        _announce_once(f"MoE layers of {config.num_experts} experts over {described}")
     groups = host_groups(
         group, grid, timeout=chosen_options.timeout, max_ctas=OVERLAP_CTAS if overlap else None
     )
@@ -260,6 +268,46 @@ def _class_of(kind: str) -> Callable[..., Backend]:
     return found
 
 
+def check_combine(
+    config: MoEConfig, options: BackendOptions, grid: HostGrid, kind: Kind, *, is_alone: bool
+) -> None:
+    """Refuses rows for each route, and experts of other hosts, where they cannot be.
+
+    Raises:
+        ConfigError: The backend is scheduled, or there is no group; or slots for other hosts'
+            experts go with shares, a row bound or experts in FP8, or are more than these experts.
+    """
+    if options.combine == "routes" and (kind == "scheduled" or is_alone):
+        where = "without a process group" if is_alone else "on the backend 'scheduled'"
+        raise ConfigError(
+            f"combine='routes' {where}: wanted 'shares', or a group on the backend 'kernel' or "
+            "'reference'"
+        )
+    if options.combine == "routes" and kind == "kernel":
+        raise ConfigError(
+            "combine='routes' on the kernel, which has not been run so: wanted 'shares', or the "
+            "backend 'reference'"
+        )
+    slots, num_hosts = options.host_slots, grid.num_hosts
+    if not slots:
+        return
+    most = config.num_local_experts * (num_hosts - 1)
+    problem = None
+    if options.combine != "routes":
+        problem = f"combine={options.combine!r}, whose bits they would change: wanted 'routes'"
+    elif options.row_bound is not None:
+        problem = f"row_bound={options.row_bound}, with which no host reads routes: wanted none"
+    elif config.experts == "fp8":
+        problem = "experts='fp8', whose weights travel in bfloat16: wanted 'bf16'"
+    elif slots > most:
+        problem = (
+            f"{num_hosts} host{'s' * (num_hosts > 1)} of {config.num_local_experts} experts a "
+            f"rank: wanted at most {most}, as many as ranks at one place of the others have"
+        )
+    if problem is not None:
+        raise ConfigError(f"host_slots={slots} with {problem}")
+
+
 def check_over_hosts(options: BackendOptions, grid: HostGrid, *, is_kernel: bool) -> None:
     """Refuses options that a group over several hosts cannot have.
 
@@ -268,19 +316,14 @@ def check_over_hosts(options: BackendOptions, grid: HostGrid, *, is_kernel: bool
     host, for the launch: so exchanges get few, and launches leave them free.
 
     Raises:
-        ConfigError: Spare slots are to be filled on the kernel, by lookahead or on hosts of one
-            rank; or the row bound is to be measured; or launches overlap exchanges, although sizes
-            are fixed or too few multiprocessors are left to these.
+        ConfigError: Spare slots are to be filled by lookahead or on hosts of one rank; or the row
+            bound is to be measured; or launches overlap exchanges, although sizes are fixed or too
+            few multiprocessors are left to these.
     """
     overlap, num_hosts = options.host_overlap, grid.num_hosts
     if options.filled_slots:
         problem = None
-        if is_kernel:
-            problem = (
-                "on the kernel, which has not been run so: wanted 0, experts that one host's ranks "
-                "share, or the backend 'reference'"
-            )
-        elif grid.ranks_per_host == 1:
+        if grid.ranks_per_host == 1 and num_hosts > 1:
             problem = "of one rank, which has all of its host's experts: wanted 0"
         elif options.placement == "lookahead":
             problem = (

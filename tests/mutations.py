@@ -320,9 +320,23 @@ MUTATIONS = (
     Mutation(
         "replicas over hosts are told by their number within the host",
         "take_records",
-        "first + expert",
-        "expert",
+        "return first + place",
+        "return place",
         "tests/unit/test_hosts.py::test_records_have_ranks_at_their_places_in_the_group",
+    ),
+    Mutation(
+        "a host takes its own experts as guests",
+        "plan_guests",
+        "pool[every, :, every] = 0",
+        "",
+        "tests/unit/test_hosts.py::test_each_host_takes_what_most_of_its_own_routes_choose",
+    ),
+    Mutation(
+        "gradients of guests are those of the call before",
+        "_backward",
+        "self._with_guests(plan, weights)",
+        "self._with_guests(None, weights if guests is None else guests.with_own(weights))",
+        "tests/unit/test_hosts.py::test_experts_spread_over_hosts_change_no_bit",
     ),
     Mutation(
         "a backend over hosts that grows forgets what it has sent",
@@ -1664,7 +1678,7 @@ MUTATIONS = (
     Mutation(
         "ranks of other hosts do not tell that they have no backward",
         "_cross",
-        "if given.followed else len(leaves) + UNFOLLOWED",
+        "if given.followed else count + UNFOLLOWED",
         "",
         "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[hosts]",
     ),

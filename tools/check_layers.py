@@ -75,6 +75,7 @@ HOSTS = [
     ["grid", "routes"],
     ["rail"],
     ["crossing"],
+    ["guests"],
     ["backend"],
 ]
 MULTIPATH = [

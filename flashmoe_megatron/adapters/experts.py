@@ -364,6 +364,7 @@ class LayerExperts(ABC):
             element_bytes=self.dtype.itemsize,
             capacity_factor=self.capacity_factor,
             num_sms=num_sms,
+            num_hosts=self.backend.num_hosts,
         )
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.doctor.fact import Fact
 from flashmoe_megatron.errors import DeviceError, FlashMoEError
@@ -37,7 +38,7 @@ def layer() -> Fact:
                     resolve_kind("auto", started.device, torch.bfloat16), value["ranks"]
                 )
             )
-        value["backend"], value["rel_l2"] = _run(started)
+        value["backend"], value["rel_l2"], value["host_rows"] = _run(started)
     except (FlashMoEError, MismatchError, ImportError, RuntimeError, ValueError) as error:
         what = "computes wrong values" if isinstance(error, MismatchError) else "does not run"
         problem = f"a bf16 layer {what}: {' '.join(str(error).split())}"
@@ -47,6 +48,8 @@ def layer() -> Fact:
             dist.destroy_process_group()
     over = f" on {value['ranks']} ranks" if value["ranks"] > 1 else ""
     text = f"runs forward and backward{over} by the backend {value['backend']}"
+    if value["host_rows"]:
+        text += f"\n{_of_hosts(value['host_rows'])}"
     if value["why_not_kernel"]:
         text += f"\n{value['why_not_kernel']}"
     return Fact("bf16_layer", value, text)
@@ -60,8 +63,16 @@ def _why_not_kernel(device: torch.device) -> str | None:
     return None
 
 
-def _run(started: Started) -> tuple[str, float]:
-    """Returns the backend's name, and the largest relative error of outputs and gradients.
+def _of_hosts(rows: list[int]) -> str:
+    busiest = max(rows) * len(rows) / max(sum(rows), 1)
+    each = ", ".join(map(str, rows))
+    return f"{len(rows)} hosts compute {each} rows; the busiest has {busiest:.2f} times the mean"
+
+
+def _run(started: Started) -> tuple[str, float, list[int]]:
+    """Returns the backend's name, the largest relative error of outputs and gradients, and rows.
+
+    The rows are each host's, in the forward; none where all ranks are on one.
 
     Raises:
         MismatchError: An error is too large.
@@ -111,7 +122,17 @@ def _run(started: Started) -> tuple[str, float]:
     if num_ranks == 1:  # else gradients of weights are sums over the tokens of all ranks
         results.append(("the gradient of fc1", moe.fc1.grad, wanted_grads[1]))
         results.append(("the gradient of fc2", moe.fc2.grad, wanted_grads[2]))
-    return moe.backend.within.kind, max(_error_of(*result) for result in results)
+    error = max(_error_of(*result) for result in results)
+    return moe.backend.within.kind, error, _host_rows(started, moe.backend)
+
+
+def _host_rows(started: Started, backend: Backend) -> list[int]:
+    if backend.num_hosts == 1:
+        return []
+    rows = sum(one.num_rows for one in backend.take_records() if one.direction == "forward")
+    of_ranks = Ranks(started.group).gather(rows)
+    step = len(of_ranks) // backend.num_hosts
+    return [sum(of_ranks[first : first + step]) for first in range(0, len(of_ranks), step)]
 
 
 def _error_of(name: str, got: torch.Tensor | None, wanted: torch.Tensor) -> float:

@@ -33,13 +33,20 @@ from flashmoe_megatron.hosts.crossing import (
     parted,
     sum_of_shares,
 )
+from flashmoe_megatron.hosts.guests import GuestPlan, Guests
 from flashmoe_megatron.hosts.rail import Crossed, Rail
 from flashmoe_megatron.hosts.routes import Choices, routing_problem
 from flashmoe_megatron.low_rank import Factors
 from flashmoe_megatron.options import BackendOptions, number, option
-from flashmoe_megatron.planner import choose_keep, plan_launches, share_of_host, tokens_within
+from flashmoe_megatron.planner import (
+    choose_keep,
+    of_routes,
+    plan_launches,
+    share_of_host,
+    tokens_within,
+)
 from flashmoe_megatron.ranks import UNFOLLOWED, unfollowed_ranks
-from flashmoe_megatron.telemetry.record import LaunchRecord, ReplicaRecord
+from flashmoe_megatron.telemetry.record import UNNAMED, LaunchRecord, ReplicaRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 
 MakeInner = Callable[[MoEConfig, BackendOptions], Backend]
@@ -74,8 +81,10 @@ class SavedOverHosts:
     """The state that a forward keeps for its backward.
 
     Attributes:
-        legs: The ways of its tokens.
-        choices: Their routing.
+        legs: The ways of its rows, which are its tokens or their routes.
+        choices: The tokens' routing.
+        order: Where each token's rows are routes, the order of its choices among them.
+        plan: The guests, if there is room for any.
         backend: The backend that has run within the host.
         launches: The saved state of each of its launches.
         num_rows: Rows of each, by leg.
@@ -84,6 +93,8 @@ class SavedOverHosts:
 
     legs: Sequence[Crossing]
     choices: Choices
+    order: torch.Tensor | None
+    plan: GuestPlan | None
     backend: Backend
     launches: list[Any]
     num_rows: list[list[int]]
@@ -100,6 +111,10 @@ class SavedOverHosts:
         return [getattr(saved, "preact", None) for saved in self.launches]
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -111,7 +126,10 @@ class HostsBackend(Backend):
     for them once, and every rank learns of a refusal. With one, all tokens go to all hosts, every
     size is fixed and a GPU's host waits for nothing.
 
-    Shares of a token are summed in float32 (float64 if ``x`` is), in the order of hosts.
+    Shares of a token are summed in float32 (float64 if ``x`` is), in the order of hosts. With the
+    option ``combine`` "routes" every route is a token of its own: a row comes back for each, and
+    these are summed likewise, in the order of experts. So no bit depends on the rank that has
+    computed an expert, which may be a guest of another host (:class:`Guests`).
 
     Making it makes the backend within the host, which is collective over the host's ranks.
 
@@ -149,22 +167,29 @@ class HostsBackend(Backend):
                 f"num_ranks={config.num_ranks}, but the process group has {num_ranks} ranks"
             )
         options = options or BackendOptions()
-        share = share_of_host(config, grid.num_hosts, config.max_tokens)
+        self._by_route = options.combine == "routes"
+        # Rows that cross and are computed within hosts are tokens of this shape.
+        shape = self._shape = of_routes(config, options.host_slots) if self._by_route else config
+        share = share_of_host(shape, grid.num_hosts, shape.max_tokens)
         keep = choose_keep(options.keep, share)
         super().__init__(config, keep=keep, rank=grid.rank)
         self.attempts = Attempts()  # steps over several hosts are not repeated
+        self.host_slots, self.num_hosts = options.host_slots, grid.num_hosts
         self._rail = rail
         self._make_within = make_within
         self._device = device or torch.device("cpu")
-        self._experts_per_host = config.num_experts // grid.num_hosts
+        self._guests: Guests | None = None
+        if self.host_slots:
+            self._guests = Guests(config, grid, self.host_slots, self._device)
+        self._experts_per_host = shape.num_experts // grid.num_hosts
         self._is_fixed = options.row_bound is not None
         # A processor's tensors can be looked at for nothing.
         self._host_reads = not self._is_fixed or self._device.type == "cpu"
-        every = grid.num_hosts * config.max_tokens
-        first = every if self._is_fixed else tokens_within(config, grid.num_hosts)
+        every = grid.num_hosts * shape.max_tokens
+        first = every if self._is_fixed else tokens_within(shape, grid.num_hosts)
         bound = options.row_bound
         if isinstance(bound, float | int):  # auto has been refused
-            bound *= config.topk / (grid.num_hosts * share.topk)
+            bound *= shape.topk / (grid.num_hosts * share.topk)
         self._options = OptionsWithin(**{**vars(options), "keep": self.keep, "row_bound": bound})
         self._remote_legs = options.host_overlap
         self._within: list[Backend] = []
@@ -179,7 +204,7 @@ class HostsBackend(Backend):
         Alike on all ranks. The bound of a launch's tokens follows what launches have needed, in
         steps and never down.
         """
-        config, num_hosts = self.config, self._rail.grid.num_hosts
+        config, num_hosts = self._shape, self._rail.grid.num_hosts
         plans = [plan_launches(config, num_hosts, need) for need in needs]
         most = max(tokens for _, tokens in plans)
         if not self._within or most > self.within.config.max_tokens:
@@ -248,27 +273,36 @@ class HostsBackend(Backend):
         """The records of launches within the host, with its ranks at their places in the group.
 
         Their tokens are those of all hosts that have come to this rank. Replicas have the numbers
-        of their experts in the layer.
+        of their experts in the layer. Guests are replicas without a number in them, since no
+        record names the call whose plan it had.
         """
         here, num_ranks = self._rail.grid.ranks_within, self.config.num_ranks
 
         def placed(rows: tuple[int, ...]) -> tuple[int, ...]:
             return (0,) * here.start + rows + (0,) * (num_ranks - here.stop) if rows else rows
 
-        first = self._rail.grid.host * self._experts_per_host
+        local = self.config.num_local_experts
+        first = here.start * local
 
-        def named(replicas: ReplicaRecord | None) -> ReplicaRecord | None:
-            if replicas is None:
+        def named(record: LaunchRecord) -> ReplicaRecord | None:
+            if record.replicas is None and not self.host_slots:
                 return None
-            rows = tuple((first + expert, count) for expert, count in replicas.rows)
-            return replicas._replace(rows=rows)
+            replicas = record.replicas or ReplicaRecord((), 0)
+            guests = [(UNNAMED, count) for count in record.expert_rows[local:] if count]
+            rows = tuple((expert_of(slot), count) for slot, count in replicas.rows)
+            return replicas._replace(rows=(*rows, *guests))
+
+        def expert_of(slot: int) -> int:
+            place, slot = divmod(slot, local + self.host_slots)
+            return first + place * local + slot if slot < local else UNNAMED
 
         return [
             dataclasses.replace(
                 record,
+                expert_rows=record.expert_rows[:local],
                 rows_pulled=placed(record.rows_pulled),
                 results_pushed=placed(record.results_pushed),
-                replicas=named(record.replicas),
+                replicas=named(record),
             )
             for one in self._distinct()
             for record in one.take_records()
@@ -286,10 +320,14 @@ class HostsBackend(Backend):
             choices = Choices.of(self.config, given.probs, given.routing_map)
         self.num_calls += 1
         self._rail.crossed.calls += 1
-        legs, needs = self._cross(choices, given)
+        rows, order = (choices, None) if not self._by_route else choices.apart()
+        legs, needs, plan = self._cross(choices, rows, given)
         backend, launches = self._backend_for(needs)
+        weights_there = self._with_guests(plan, weights)
         # Rows take longer than routes, which are made while they are under way.
-        begun = [(leg.out(self._rail, x), leg.routes(self._rail)) for leg in legs]
+        spread = self._spread(x)
+        begun = [(leg.out(self._rail, spread), leg.routes(self._rail)) for leg in legs]
+        weights = weights_there()
         kept: list[Any] = []
         num_rows: list[list[int]] = []
 
@@ -309,7 +347,7 @@ class HostsBackend(Backend):
                     training=given.training,
                     followed=given.followed,
                     layer=given.layer,
-                    trains_fc1=given.trains_fc1,
+                    trains_fc1=given.trains_fc1 or plan is not None,  # others' guests may be
                     gives_rows=given.gives_rows,
                 )
                 made.append(out)
@@ -320,9 +358,11 @@ class HostsBackend(Backend):
         if not self._host_reads:
             first = self._rail.grid.ranks_within.start
             self.unfollowed = tuple(first + rank for rank in backend.unfollowed)
+        total = self._sum_of_routes(total)
         if not given.training:
             return total, None
-        return total, SavedOverHosts(legs, choices, backend, kept, num_rows, x.dtype)
+        saved = SavedOverHosts(legs, choices, order, plan, backend, kept, num_rows, x.dtype)
+        return total, saved
 
     @torch.no_grad()
     def _backward(
@@ -350,6 +390,12 @@ class HostsBackend(Backend):
             grad_out = choices.weights.new_full(shape, torch.nan, dtype=saved.dtype)
         self._last = backend
         self._rail.crossed.calls += 1
+        guests, plan, is_void = self._guests, saved.plan, False
+        weights_there = self._with_guests(plan, weights)
+        buffers: torch.Tensor | None = None
+        if guests is not None:
+            grads, is_void = self._writable(weights, grads)
+            grads, buffers = guests.targets(weights, grads)
         kinds = [list(kind) for kind in grads]
         kept = iter(saved.launches)
 
@@ -365,13 +411,48 @@ class HostsBackend(Backend):
                     kind[:] = [one and WeightGrad(one.buffer, True) for one in kind]
             return _joined(of_rows), _joined(of_routes)
 
+        def end(is_failed: bool) -> None:
+            if guests is not None and plan is not None and buffers is not None:
+                if is_failed:
+                    buffers.fill_(torch.nan)
+                guests.bring_back(self._rail, plan, buffers, grads)
+
         dtype = choices.weights.dtype
-        arriving = [leg.out(self._rail, grad_out) for leg in saved.legs]
-        grad_x, of_choices = self._there_and_back(saved.legs, arriving, launch, dtype)
+        spread = self._spread(grad_out)
+        arriving = [leg.out(self._rail, spread) for leg in saved.legs]
+        weights = weights_there()
+        grad_x, of_choices = self._there_and_back(saved.legs, arriving, launch, dtype, end)
         if refused is not None:
             raise refused
         assert of_choices is not None
-        return grad_x, choices.gradient(of_choices)
+        if is_void:
+            grad_x.fill_(torch.nan)
+            of_choices.fill_(torch.nan)
+        if saved.order is not None:
+            of_choices = of_choices.view(saved.order.shape)
+            of_choices = torch.zeros_like(of_choices).scatter_(1, saved.order, of_choices)
+        return self._sum_of_routes(grad_x), choices.gradient(of_choices)
+
+    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """Has each token's row once for each of its routes, where these travel alone."""
+        return rows.repeat_interleave(self.config.topk, 0) if self._by_route else rows
+
+    def _sum_of_routes(self, rows: torch.Tensor) -> torch.Tensor:
+        """Undoes :meth:`_spread` by sums, each rounded once."""
+        if not self._by_route:
+            return rows
+        of_tokens = rows.view(-1, self.config.topk, rows.shape[1])
+        total = torch.zeros_like(of_tokens[:, 0], dtype=_wide(rows.dtype))
+        for route in of_tokens.unbind(1):
+            total += route
+        return total.to(rows.dtype)
+
+    def _with_guests(
+        self, plan: GuestPlan | None, weights: ExpertWeights
+    ) -> Callable[[], ExpertWeights]:
+        if self._guests is None or plan is None:
+            return lambda: weights
+        return self._guests.fetch(self._rail, plan, weights)
 
     def _there_and_back(
         self,
@@ -379,6 +460,7 @@ class HostsBackend(Backend):
         arriving: Sequence[Later[torch.Tensor]],
         launch: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
         dtype_of_routes: torch.dtype | None = None,
+        end: Callable[[bool], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Launches as rows arrive, and adds up what comes back. Collective over the group.
 
@@ -390,11 +472,12 @@ class HostsBackend(Backend):
             arriving: The rows of each, which are under way.
             launch: Makes rows and, in backward, routes' gradients of a leg's number and rows.
             dtype_of_routes: The dtype of these gradients, without which none come back.
+            end: Exchanges more afterwards, given whether a launch has failed.
 
         Returns:
             Sums of the rows, and the gradients of choices.
         """
-        rail, topk = self._rail, self.config.topk
+        rail, topk = self._rail, self._shape.topk
         shares: list[Share] = []
         of_choices: list[Callable[[], torch.Tensor]] = []
         failure: Exception | None = None
@@ -419,6 +502,8 @@ class HostsBackend(Backend):
                     of_choices.append(leg.grads_of_choices(rail, of_routes, topk))
             total = sum_of_shares(shares, legs[0].num_tokens)
             grads = [later() for later in of_choices]
+            if end is not None:
+                end(failure is not None)
         if failure is not None:
             raise failure
         # A choice is on one leg: the others' are zero.
@@ -435,7 +520,7 @@ class HostsBackend(Backend):
             self._rail.gather(self._words(is_refused=True)).tolist()
             self._rail.ranks.first_error(reason)
             return
-        none = torch.empty(0, self.config.topk, device=self._device)
+        none = torch.empty(0, self._shape.topk, device=self._device)
         legs = [self._fixed(Choices(none.int(), none, none.bool().any(1), 0, True, none.dtype))]
         _, launches = self._backend_for(self._fixed_needs())
         no_tokens = none.new_empty(0, self.config.hidden, dtype=self._dtype)
@@ -456,26 +541,27 @@ class HostsBackend(Backend):
 
     def early_fc2_grads(self) -> AbstractContextManager[object] | None:
         """Returns the context of the backend within the host; see the base class."""
-        return None if self._last is None else self._last.early_fc2_grads()
+        if self._last is None or self._guests is not None:  # guests' gradients come last
+            return None
+        return self._last.early_fc2_grads()
 
     def _cross(
-        self, choices: Choices, given: Given
-    ) -> tuple[list[ExactCrossing] | list[FixedCrossing], list[int]]:
-        """How the tokens cross, and the most tokens of any rank on each leg. Collective.
+        self, choices: Choices, rows: Choices, given: Given
+    ) -> tuple[list[ExactCrossing] | list[FixedCrossing], list[int], GuestPlan | None]:
+        """How the rows cross, the most rows of any rank on each leg, and guests. Collective.
 
         Raises:
             FlashMoEError: A rank refuses the call: the same on every rank.
         """
-        grid = self._rail.grid
-        hosts = torch.arange(grid.num_hosts, device=choices.experts.device)
-        targets = choices.experts.div(self._experts_per_host, rounding_mode="floor")
-        leaves = (targets[:, :, None] == hosts).any(1)
-        leaves[:, grid.host] = False
+        grid, guests = self._rail.grid, self._guests
+        if guests is None:
+            leaves = self._leaves(rows)
         everyone: list[list[int]] = []
         if self._host_reads:
             words = self._words(is_refused=choices.is_bad.any())
-            words[1].fill_(len(leaves) if given.followed else len(leaves) + UNFOLLOWED)
-            words[2:] = leaves.sum(0)
+            count = len(rows.experts)
+            words[1].fill_(count if given.followed else count + UNFOLLOWED)
+            words[2:] = leaves.sum(0) if guests is None else choices.counts(self.config)
             everyone = self._rail.gather(words).tolist()  # the host waits for them
             if any(words[0] for words in everyone):
                 problem = routing_problem(self.config, given.probs, given.routing_map)
@@ -485,11 +571,16 @@ class HostsBackend(Backend):
                 raise error
             self.unfollowed = unfollowed_ranks([words[1] for words in everyone])
         if self._is_fixed:
-            return [self._fixed(choices)], self._fixed_needs()
+            return [self._fixed(rows)], self._fixed_needs(), None
         own = [words[1] % UNFOLLOWED for words in everyone]
-        leaving = [words[2:] for words in everyone]
+        leaving, plan = [words[2:] for words in everyone], None
+        if guests is not None:
+            counts = torch.tensor(leaving)
+            plan = guests.plan(counts)
+            leaving, rows = plan.leaving(counts, grid), plan.placed(rows, grid.host)
+            leaves = self._leaves(rows)
         legs = ExactCrossing.legs(
-            choices,
+            rows,
             leaves,
             leaving[grid.rank],
             [leaving[other][grid.host] for other in grid.ranks_of_rail],
@@ -503,33 +594,45 @@ class HostsBackend(Backend):
             for rank in range(num_ranks)
         ]
         if not self._remote_legs:
-            return legs, [max(one + sum(more) for one, more in zip(own, arriving, strict=True))]
+            needs = [max(one + sum(more) for one, more in zip(own, arriving, strict=True))]
+            return legs, needs, plan
         parts = [[parted(count, self._remote_legs) for count in counts] for counts in arriving]
         needs = [
             max(sum(part[leg] for part in counts) for counts in parts)
             for leg in range(self._remote_legs)
         ]
-        return legs, [max(own), *needs]
+        return legs, [max(own), *needs], plan
+
+    def _leaves(self, rows: Choices) -> torch.Tensor:
+        """``[num_rows, num_hosts]`` bool: whether a row crosses to a host."""
+        grid = self._rail.grid
+        hosts = torch.arange(grid.num_hosts, device=rows.experts.device)
+        targets = rows.experts.div(self._experts_per_host, rounding_mode="floor")
+        leaves = (targets[:, :, None] == hosts).any(1)
+        leaves[:, grid.host] = False
+        return leaves
 
     def _fixed_needs(self) -> list[int]:
-        return [self._rail.grid.num_hosts * self.config.max_tokens]
+        return [self._rail.grid.num_hosts * self._shape.max_tokens]
 
-    def _fixed(self, choices: Choices) -> FixedCrossing:
+    def _fixed(self, rows: Choices) -> FixedCrossing:
         grid = self._rail.grid
         return FixedCrossing.of(
-            choices,
-            self.config.max_tokens,
+            rows,
+            self._shape.max_tokens,
             host=grid.host,
             num_hosts=grid.num_hosts,
             experts_per_host=self._experts_per_host,
         )
 
     def _words(self, *, is_refused: torch.Tensor | bool) -> torch.Tensor:
-        """Returns a rank's message to all: a refusal of the call, its tokens, how many go where.
+        """Returns a rank's message to all: a refusal of the call, its rows, how many go where.
 
-        A rank that has no backward of the call adds :data:`UNFOLLOWED` to its tokens.
+        That is the host or, where guests are to be planned, the expert. A rank that has no backward
+        of the call adds :data:`UNFOLLOWED` to its rows.
         """
-        words = torch.zeros(2 + self._rail.grid.num_hosts, dtype=torch.int64, device=self._device)
+        count = self._rail.grid.num_hosts if self._guests is None else self.config.num_experts
+        words = torch.zeros(2 + count, dtype=torch.int64, device=self._device)
         # Assigning a number to one element copies it from the host, which waits for the GPU.
         words[0].fill_(is_refused)
         return words

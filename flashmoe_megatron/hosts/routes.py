@@ -55,6 +55,24 @@ class Choices:
             weights = F.pad(weights, (0, missing)).masked_fill(experts < 0, 0)
         return cls(experts, weights, is_bad, probs.shape[1], is_map, probs.dtype)
 
+    def apart(self) -> tuple["Choices", torch.Tensor]:
+        """The same with a token for each choice, and the order of each token's choices.
+
+        They are in the order of experts, so that no sum over them depends on how they were given.
+        """
+        order = self.experts.argsort(dim=1, stable=True)
+        experts, weights = (
+            each.gather(1, order).view(-1, 1) for each in (self.experts, self.weights)
+        )
+        is_bad = self.is_bad.repeat_interleave(order.shape[1])
+        return Choices(experts, weights, is_bad, 1, False, self.dtype), order
+
+    def counts(self, config: MoEConfig) -> torch.Tensor:
+        """``[num_experts]`` int64, how many choices are of each expert."""
+        places = self.experts.flatten().long() + 1  # before the first what is no choice
+        found = places.new_zeros(config.num_experts + 2)  # after the last what is no expert
+        return found.scatter_add_(0, places, torch.ones_like(places))[1:-1]
+
     def gradient(self, of_choices: torch.Tensor) -> torch.Tensor:
         """The gradient of the probabilities, in their form and dtype, from that of choices.
 

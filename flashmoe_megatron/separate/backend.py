@@ -718,6 +718,7 @@ class ScheduledBackend(SeparateBackend):
             degrees=degrees,
             tensor=tensor,
         )
+        self.num_hosts = 1 if grid is None else grid.num_hosts
 
 
 def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Tensor]:

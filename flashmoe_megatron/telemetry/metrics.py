@@ -145,9 +145,12 @@ def _of_links(totals: Totals) -> Iterator[Named]:
 
 
 def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
-    """Yields experts' rows per launch of their rank: another may have reported more launches."""
+    """Yields rows per launch of their rank: another may have reported more launches.
+
+    A layer has none by expert if some rows do not say whose they are.
+    """
     everyone: list[float] = []
-    expert_imbalance = rank_imbalance = home_imbalance = 0.0
+    expert_imbalance = rank_imbalance = home_imbalance = host_imbalance = 0.0
     for layer, place in totals.layout.layers.items():
         launches = totals.rank_launches[layer]
         local = place.config.num_local_experts
@@ -156,6 +159,8 @@ def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
             for expert, count in enumerate(totals.expert_rows[layer])
             if launches[expert // local]
         }
+        if any(totals.unnamed_rows[layer]):
+            rows.clear()
         for expert, count in rows.items() if one_by_one else ():
             yield "expert_rows", {"layer": layer, "expert": expert}, count
         counts = list(rows.values())
@@ -167,6 +172,12 @@ def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
             at_home = [sum(counts[first : first + local]) for first in range(0, len(counts), local)]
             expert_imbalance = max(expert_imbalance, _imbalance(counts))
             rank_imbalance = max(rank_imbalance, _imbalance(by_rank))
+            if place.num_hosts > 1:
+                step = len(by_rank) // place.num_hosts
+                by_host = [sum(by_rank[i : i + step]) for i in range(0, len(by_rank), step)]
+                for host, count in enumerate(by_host):
+                    yield "host_rows", {"layer": layer, "host": host}, count
+                host_imbalance = max(host_imbalance, _imbalance(by_host))
             if any(totals.replica_launches[layer, direction] for direction in DIRECTIONS):
                 home_imbalance = max(home_imbalance, _imbalance(at_home))
     if everyone:
@@ -175,7 +186,10 @@ def _of_experts(totals: Totals, *, one_by_one: bool) -> Iterator[Named]:
         yield "expert_rows_max", {}, max(everyone)
     if expert_imbalance:
         yield "expert_imbalance", {}, expert_imbalance
+    if rank_imbalance:
         yield "rank_imbalance", {}, rank_imbalance
+    if host_imbalance:
+        yield "host_imbalance", {}, host_imbalance
     if home_imbalance:
         yield "rank_imbalance_before", {}, home_imbalance
 

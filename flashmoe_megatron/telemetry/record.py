@@ -86,11 +86,16 @@ class Phase(enum.Enum):
     """From the last tile of a CTA until the launch ends, also where the CTA has left before."""
 
 
+UNNAMED = -1
+"""Stands for the number of an expert that a record cannot name."""
+
+
 class ReplicaRecord(NamedTuple):
     """Other ranks' experts that one rank computed in one launch.
 
     Attributes:
-        rows: The experts in its spare slots and how many rows each had here.
+        rows: The experts in its spare slots and how many rows each had here; :data:`UNNAMED` for
+            the experts of other hosts.
         num_bytes: Bytes that replicas have brought to this rank: their weights and, in backward,
             gradients of its own experts.
     """

@@ -157,6 +157,11 @@ _ALL = (
         "layers of which every rank of a group has told"),
     Metric("rank_imbalance", "rank_imbalance", "1", "lower", "max", _OURS,
         "the same over ranks of the expert-parallel group, which wait for the fullest"),
+    Metric("host_imbalance", "host_imbalance", "1", "lower", "max", _OURS,
+        "the same over hosts, in groups over several: all cards wait for the fullest one"),
+    Metric("host_rows", "layer_{layer}/host_rows/{host}", "rows per launch", "neither", "mean",
+        _OURS,
+        "rows that the ranks of a host compute in a launch of each", is_detail=True),
     Metric("rank_imbalance_before", "rank_imbalance_before", "1", "neither", "max", _OURS,
         "rank_imbalance as it would be without replicas, in layers with spare slots: every "
         "expert's rows on its owner"),

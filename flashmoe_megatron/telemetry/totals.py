@@ -11,7 +11,13 @@ from typing import Any
 from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.planner import expert_capacity
-from flashmoe_megatron.telemetry.record import DIRECTIONS, Direction, LaunchRecord, Phase
+from flashmoe_megatron.telemetry.record import (
+    DIRECTIONS,
+    UNNAMED,
+    Direction,
+    LaunchRecord,
+    Phase,
+)
 
 PHASES = tuple(Phase)
 LINKS = ("peer", "nccl", "host", "gloo")
@@ -30,6 +36,7 @@ class LayerPlace:
         element_bytes: Bytes of an element of a row.
         capacity_factor: Factor of the capacity that the traffic is compared with.
         num_sms: Multiprocessors of the GPU, 0 if it is none.
+        num_hosts: Hosts of the group, as many ranks on each.
     """
 
     config: MoEConfig
@@ -37,6 +44,7 @@ class LayerPlace:
     element_bytes: int = 2
     capacity_factor: float = 1.0
     num_sms: int = 0
+    num_hosts: int = 1
 
     @property
     def row_bytes(self) -> int:
@@ -215,6 +223,7 @@ class Totals:
         rank_launches: Launches of each rank of each layer's group, by layer.
         expert_rows: Rows of every expert of each layer's group, by layer, wherever it is computed.
         rank_rows: Rows that each rank of each layer's group has computed, by layer.
+        unnamed_rows: Rows among them that do not say which expert's they are.
         routes: Routes of each rank's tokens in forwards, where they are counted, by layer.
         local_routes: The routes of these that have stayed on the rank.
         replicas: Replicas that each rank has computed, by layer and direction.
@@ -251,7 +260,7 @@ class Totals:
             return {layer: [0.0] * one.num_ranks for layer, one in configs.items()}
 
         self.expert_rows = {layer: [0.0] * one.num_experts for layer, one in configs.items()}
-        self.rank_launches, self.rank_rows = by_rank(), by_rank()
+        self.rank_launches, self.rank_rows, self.unnamed_rows = by_rank(), by_rank(), by_rank()
         self.routes, self.local_routes = by_rank(), by_rank()
         self.replicas, self.replica_launches, self.replica_bytes = (
             dict.fromkeys(layout.slots, 0.0) for _ in range(3)
@@ -320,7 +329,10 @@ class Totals:
             self.replica_bytes[slot] += record.replicas.num_bytes
             self.rank_rows[layer][rank] += sum(rows for _, rows in record.replicas.rows)
             for expert, rows in record.replicas.rows:
-                self.expert_rows[layer][expert] += rows
+                if expert == UNNAMED:
+                    self.unnamed_rows[layer][rank] += rows
+                else:
+                    self.expert_rows[layer][expert] += rows
 
     @property
     def _rows(self) -> list[list[float]]:
@@ -329,6 +341,7 @@ class Totals:
             self.rank_launches,
             self.expert_rows,
             self.rank_rows,
+            self.unnamed_rows,
             self.routes,
             self.local_routes,
         )

@@ -111,7 +111,8 @@ def test_groups_lie_in_blocks_of_hosts() -> None:
         assert said in problem
     problem = refusals.hosts_problem([0, 2], hosts, Settings(spare_slots=1))
     assert problem is not None
-    assert "spans 2 hosts, and replicas" in problem
+    assert "spans 2 hosts of one rank, which has all" in problem
+    assert refusals.hosts_problem([0, 1, 2, 3], hosts, Settings(spare_slots=1)) is None
     assert refusals.hosts_problem([0, 1], hosts, Settings(spare_slots=1)) is None
     assert refusals.hosts_problem([0, 2], hosts, Settings(spare_slots=1, placement="off")) is None
 

@@ -100,6 +100,12 @@ FOUR_RANKS = {
     "hosts_2x1_strided": Case(
         **native(k=2), hosts=2, zero=2, config={"use_data_before_expert_parallelism": True}
     ),
+    "hosts_2x2_slots": Case(
+        **native(ep_sizes=(4, 4), k=2),
+        hosts=2,
+        zero=2,
+        settings={"spare_slots": 1, "combine": "routes", "host_slots": 1},
+    ),
     "uneven_tokens": Case(**native(k=2, drop_tokens=False), tokens=(5, 0, 33, 16), zero=2),
     "autoep_ep2_dp2_zero2": Case(**autoep(), zero=2),
     "autoep_ep4_zero1": Case(**autoep(), ep_size=4, zero=1),

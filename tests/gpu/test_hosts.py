@@ -12,6 +12,7 @@ import torch
 from flashmoe_megatron.call import Given
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, RoutingError
+from flashmoe_megatron.hosts import guests
 from flashmoe_megatron.hosts.backend import HostsBackend, SavedOverHosts
 from flashmoe_megatron.hosts.crossing import Crossing, sum_of_shares
 from flashmoe_megatron.hosts.rail import Rail
@@ -71,9 +72,13 @@ def test_two_levels_are_as_good_as_one(routing: cases.Routing, sizes: str, grid:
 @pytest.mark.parametrize("policy", ["balance", "popular"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_replicas_within_hosts(sizes: str, policy: str):
-    """Each host's launches plan their own, from the tokens that have come to it."""
-    config = make_config(4)
-    inputs = steps.make_inputs(config, zipf, TOKENS[4])
+    """Each host's launches plan their own, from the tokens that have come to it.
+
+    With a third of them in a launch, fewer tokens would leave every expert one block of rows, of
+    which none can move.
+    """
+    config = make_config(4, max_tokens=4 * 320)
+    inputs = steps.make_inputs(config, zipf, [4 * count for count in TOKENS[4]])
     weights = steps.weights_of(config, inputs)
     layer = VirtualHosts(config, 2, spare_slots=2, replica_policy=policy, **SIZES[sizes])
     first = layer.step(inputs, weights)
@@ -89,6 +94,37 @@ def test_replicas_within_hosts(sizes: str, policy: str):
                 assert expert // local != rank
                 held.add(expert)
     assert held
+
+
+SPREAD: dict[str, tuple[int, dict[str, Any], list[dict[str, Any]]]] = {
+    "2 hosts": (2, {}, [{"spare_slots": 2}, {"host_slots": 2}]),
+    "2 hosts, overlap": (2, {"host_overlap": 2}, [{"host_slots": 2, "spare_slots": 2}]),
+    "4 hosts": (4, {"keep": "preactivations"}, [{"host_slots": 3}]),
+    "1 host": (1, {"replica_policy": "popular"}, [{"spare_slots": 2}]),
+}
+"""Hosts, the options of all runs, and where experts may be computed besides at home."""
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_no_bit_depends_on_where_an_expert_is_computed(name: str, monkeypatch: pytest.MonkeyPatch):
+    """By routes: whether replicas in a host or guests from others compute it."""
+    monkeypatch.setattr(guests, "least_guest_rows", lambda _: 16)
+    hosts, options, places = SPREAD[name]
+    config = make_config(4, max_tokens=4 * 320)
+    inputs = steps.make_inputs(config, zipf, [4 * count for count in TOKENS[4]])
+    weights = steps.weights_of(config, inputs)
+    want = VirtualHosts(config, hosts, combine="routes", **options).step(inputs, weights)
+    assert_as_good(want, expected(config, inputs), times=TIMES)
+    for place in places:
+        layer = VirtualHosts(config, hosts, combine="routes", **options, **place)
+        got = layer.step(inputs, weights)
+        steps.assert_same_bits(layer.step(inputs, weights), got)
+        layer.allocator.check()
+        moved = [record.replicas.rows for one in layer.backends for record in one.take_records()]
+        assert any(moved), "every expert was computed at home"
+        for field in ("out", "grad_x", "grad_probs"):
+            assert torch.equal(getattr(got, field), getattr(want, field)), (place, field)
+        assert_as_good(got, expected(config, inputs), times=TIMES)
 
 
 @pytest.mark.parametrize(

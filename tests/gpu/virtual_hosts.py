@@ -223,7 +223,8 @@ class VirtualHosts:
         """Makes memory and tables before any launch could have to wait for them."""
         for backend in self.backends:
             backend.within._prepare()  # type: ignore[attr-defined]
-        for backend, share in zip(self.backends, weights, strict=True):
+        for backend, own in zip(self.backends, weights, strict=True):
+            share = own if backend._guests is None else backend._guests.with_own(own)
             backend.within._use_weights(share)  # type: ignore[attr-defined]
         torch.cuda.synchronize()
 

@@ -240,6 +240,7 @@ def test_configuration_is_accepted(setting: dict[str, Any]) -> None:
     [
         ({"spare_slots": 1}, True),
         ({"spare_slots": 1, "placement": "off"}, False),
+        ({"spare_slots": 1, "combine": "routes"}, False),
         ({"backend": "scheduled"}, True),
         ({"backend": "reference"}, False),
     ],

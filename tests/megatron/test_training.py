@@ -82,6 +82,13 @@ CASES = {
         config={"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
     ),
     "hosts_2x2": Case(EP4, hosts=2, ddp=OVERLAP),
+    "hosts_2x2_slots": Case(
+        EP4,
+        hosts=2,
+        ddp=OVERLAP,
+        fuse_main_grad=True,
+        settings={"combine": "routes", "host_slots": 1, "spare_slots": 1},
+    ),
     "hosts_4x1_recompute": Case(
         EP4,
         hosts=4,

@@ -65,7 +65,28 @@ def test_two_ranks_run_a_layer_and_one_prints() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("bf16 layer") == 1
     assert "forward and backward on 2 ranks by the backend reference" in done.stdout
+    assert "hosts compute" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= WIDTH
+
+
+ON_TWO_HOSTS = """
+import os, runpy
+os.environ["FLASHMOE_HOST_ID"] = os.environ["RANK"]
+runpy.run_module("flashmoe_megatron", run_name="__main__")
+"""
+
+
+def test_rows_of_two_hosts_are_told(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    program = tmp_path / "on_two_hosts.py"
+    program.write_text(ON_TWO_HOSTS)
+    done = run(*launcher, str(program), PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    said = re.search(r"2 hosts compute (\d+), (\d+) rows; the busiest has (1\.\d\d)", done.stdout)
+    assert said is not None, done.stdout
+    rows = [int(said[1]), int(said[2])]
+    assert sum(rows) == 2 * trial.TOKENS * trial.TOPK
+    assert float(said[3]) == pytest.approx(max(rows) / (sum(rows) / 2), abs=0.01)
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["screen", "json"])

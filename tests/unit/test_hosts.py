@@ -22,11 +22,12 @@ from flashmoe_megatron.errors import ConfigError, FlashMoEError, HeapError, Shap
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.hosts.crossing import Share, sum_of_shares
 from flashmoe_megatron.hosts.grid import HOST_VARIABLE, HostGrid, arrange
+from flashmoe_megatron.hosts.guests import GuestPlan, Guests, plan_guests
 from flashmoe_megatron.hosts.rail import Crossed, Lookout
 from flashmoe_megatron.layer import moe_router_forward
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
-from flashmoe_megatron.select import check_over_hosts, select_backend
+from flashmoe_megatron.select import check_combine, check_over_hosts, select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.telemetry.record import LaunchRecord, ReplicaRecord
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
@@ -202,6 +203,87 @@ def test_replicas_within_hosts_change_no_bit(ranks: RankPool, options: dict[str,
             own = range(rank * local, (rank + 1) * local)
             assert all(expert in peer and expert not in own for expert in held)
         assert any(held for _, _, held in found), "there is no replica"
+
+
+def run_with_guests(
+    group: dist.ProcessGroup, inputs: cases.Inputs, hosts: int, options: dict[str, Any]
+) -> tuple[list[Found], list[tuple[tuple[int, ...], ...]], list[int]]:
+    """Steps by routes without and with guests, each plan's guests, and the rows that crossed."""
+    results, held = [], []
+    plan = Guests.plan
+
+    def noted(guests: Guests, counts: torch.Tensor) -> GuestPlan:
+        held.append(plan(guests, counts).held)
+        return plan(guests, counts)
+
+    rows_crossed = []
+    with mock.patch.object(Guests, "plan", noted):
+        for slots in (0, 2):
+            backend = make_backend(
+                group, CONFIG, hosts, combine="routes", host_slots=slots, **options
+            )
+            results.append(step(backend, inputs))
+            rows_crossed.append(backend.traffic.rows_crossed)
+            assert_same(step(backend, inputs, by_choices=True), results[-1])
+            leaves = leaves_of(CONFIG, inputs, backend.rank)
+            routing_map = inputs.routing_map[backend.rank]
+            out = moe_apply(backend, *leaves[:2], routing_map, weights_of(CONFIG, leaves))
+            other = cases.make_inputs(CONFIG, cases.to_one_rank, TOKENS[4], dtype=inputs.x[0].dtype)
+            step(backend, other)  # and its guests take the others' room
+            out.backward(inputs.grad_out[backend.rank])
+            assert_same(found_in(CONFIG, out, leaves), results[-1])
+    return results, held, rows_crossed
+
+
+@pytest.mark.parametrize(
+    ("hosts", "options"),
+    [
+        (2, {"spare_slots": 2}),
+        (2, {"host_overlap": 2, "spare_slots": 1, "replica_policy": "popular"}),
+        (4, {"keep": "preactivations", "host_overlap": 1}),
+    ],
+    ids=str,
+)
+def test_experts_spread_over_hosts_change_no_bit(
+    ranks: RankPool, hosts: int, options: dict[str, Any]
+):
+    for dtype, rel_l2 in {torch.float32: 1e-6, torch.bfloat16: 6e-3}.items():
+        inputs = cases.make_inputs(CONFIG, cases.uniform, TOKENS[4], dtype=dtype)
+        found = ranks.run(run_with_guests, inputs, hosts, options)
+        everything = oracle(CONFIG, inputs)
+        for rank, ((want, got), held, crossed) in enumerate(found):
+            compare(want, everything[rank], dtype, times=1.2)
+            for name in ("out", "grad x", "grad probs"):
+                assert torch.equal(got[name], want[name]), (name, dtype)
+            for name in ("grad fc1", "grad fc2"):
+                assert_close(name, got[name], want[name], rel_l2=rel_l2)
+            assert held[0] == found[0][1][0], "plans differ"
+            assert any(held[0]), "there is no guest"
+            local, places = CONFIG.num_local_experts, 4 // hosts
+            for expert in held[0][rank]:
+                owner = expert // local
+                assert owner % places == rank % places
+                assert owner // places != rank // places
+            assert crossed[0] > crossed[1]
+
+
+def run_by_routes(group: dist.ProcessGroup, inputs: cases.Inputs) -> list[Found]:
+    """Steps on one host without replicas and with them, and with fixed sizes."""
+    forms: list[dict[str, Any]] = [{}, {"spare_slots": 2}, {"row_bound": 1e6}]
+    return [
+        step(make_backend(group, CONFIG, 1, combine="routes", **options), inputs)
+        for options in forms
+    ]
+
+
+def test_routes_travel_alone_on_one_host(ranks: RankPool):
+    inputs = cases.make_inputs(CONFIG, cases.skewed, TOKENS[4], dtype=torch.bfloat16)
+    found = ranks.run(run_by_routes, inputs)
+    for (got, *others), want in zip(found, oracle(CONFIG, inputs), strict=True):
+        compare(got, want, torch.bfloat16, times=1.2)
+        for other in others:
+            for name in ("out", "grad x", "grad probs"):
+                assert torch.equal(other[name], got[name]), name
 
 
 CONFIGS = {
@@ -496,7 +578,6 @@ REFUSED = {
 def test_what_hosts_cannot_have():
     grid, slots = HostGrid(2, 2, 0), BackendOptions(spare_slots=1)
     for options, said in (
-        ({"spare_slots": 1}, "spare_slots=1 .* over 2 hosts on the kernel, .* not been run so: w"),
         ({"host_overlap": 1, "row_bound": 2.0}, "host_overlap=1 with row_bound=2.0, .* wanted 0"),
         ({"row_bound": "auto"}, "row_bound='auto' in an expert-parallel group over 2 hosts"),
         ({"host_overlap": 2, "reserved_sms": 2}, "reserved_sms=2: wanted at least 4"),
@@ -508,9 +589,54 @@ def test_what_hosts_cannot_have():
     with pytest.raises(ConfigError, match="placement='lookahead', .*: wanted 'launch'"):
         check_over_hosts(replace(slots, placement="lookahead"), grid, is_kernel=False)
     check_over_hosts(slots, grid, is_kernel=False)
+    check_over_hosts(slots, grid, is_kernel=True)
     check_over_hosts(BackendOptions(host_overlap=2, reserved_sms=0), grid, is_kernel=False)
     check_over_hosts(BackendOptions(host_overlap=2), grid, is_kernel=True)
-    check_over_hosts(replace(slots, placement="off"), grid, is_kernel=True)
+    check_over_hosts(replace(slots, placement="off"), HostGrid(2, 1, 0), is_kernel=True)
+
+
+def test_where_no_row_can_travel_for_each_route():
+    grid, routes = HostGrid(2, 2, 0), {"combine": "routes"}
+    wide = replace(CONFIG, hidden=128, intermediate=128, experts="fp8")
+    for config, options, kind, said in (
+        (CONFIG, routes, "scheduled", "'routes' on the backend 'scheduled': wanted 'shares'"),
+        (CONFIG, routes, "kernel", "'routes' on the kernel, which has not been run so: wanted"),
+        (CONFIG, {"host_slots": 1}, "kernel", "host_slots=1 with combine='shares', .*'routes'"),
+        (
+            CONFIG,
+            {**routes, "host_slots": 1, "row_bound": 2.0},
+            "reference",
+            "row_bound=2.0, .* none",
+        ),
+        (wide, {**routes, "host_slots": 1}, "reference", "experts='fp8', .* wanted 'bf16'"),
+        (CONFIG, {**routes, "host_slots": 5}, "reference", "2 hosts of 4 .* wanted at most 4,"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_combine(config, BackendOptions(**options), grid, kind, is_alone=False)
+    with pytest.raises(ConfigError, match="'routes' without a process group: wanted 'shares'"):
+        select_backend(replace(CONFIG, num_ranks=1), None, "cpu", combine="routes")
+    most = BackendOptions(**routes, host_slots=4)
+    check_combine(CONFIG, most, grid, "reference", is_alone=False)
+
+
+def test_each_host_takes_what_most_of_its_own_routes_choose():
+    """Two hosts have two ranks with two experts each; a guest is where its owner's place is."""
+    counts = torch.tensor(
+        [
+            [0, 0, 0, 0, 5, 7, 1, 2],
+            [9, 0, 0, 0, 0, 0, 1, 2],
+            [1, 1, 8, 3, 50, 0, 0, 0],
+            [1, 1, 0, 3, 0, 0, 0, 0],
+        ]
+    )
+    grid = HostGrid(2, 2, 0)
+    plan = plan_guests(counts, grid, 1, 3)
+    assert plan.held == ((5,), (7,), (), (2,))
+    assert plan.slot_of.tolist() == [[0, 1, 3, 4, 6, 2, 9, 5], [0, 1, 11, 4, 6, 7, 9, 10]]
+    # What the guests are chosen for stays.
+    assert plan.leaving(counts, grid) == [[0, 6], [0, 1], [5, 0], [5, 0]]
+    assert plan_guests(counts, grid, 2, 1).held == ((4, 5), (6, 7), (0, 1), (2, 3))
+    assert plan_guests(counts, grid, 2, 100).is_empty
 
 
 def test_grids():
@@ -526,8 +652,9 @@ def call_with(
 ) -> dict[str, str]:
     """What every rank hears if one alone calls with something wrong; then all is well again."""
     said = {}
-    for row_bound in (None, 1e6):
-        backend = make_backend(group, CONFIG, hosts, row_bound=row_bound)
+    by_route = {"combine": "routes", "host_slots": 2}
+    for options in ({}, {"row_bound": 1e6}, by_route):
+        backend = make_backend(group, CONFIG, hosts, **options)
         rank = backend.rank
         want = step(backend, inputs)
         nan, many, short = (inputs.probs[rank].clone() for _ in range(3))
@@ -554,7 +681,7 @@ def call_with(
             given = {"probs": None, "routing_map": None} | dict(zip(names, routing, strict=True))
             with pytest.raises(FlashMoEError) as raised:
                 moe_apply(backend, x, weights=weights_of(CONFIG, leaves), **given)
-            said[f"{name}, {row_bound}"] = f"{raised.type.__name__}: {raised.value}"
+            said[f"{name}, {options}"] = f"{raised.type.__name__}: {raised.value}"
         assert_same(step(backend, inputs), want)
     return said
 
@@ -574,7 +701,7 @@ def test_a_refusal_of_one_rank_ends_the_call_on_all_hosts(ranks: RankPool, hosts
     tokens = [9, 0, 33, 16]
     inputs = cases.make_inputs(CONFIG, cases.uniform, tokens, dtype=torch.float32)
     for said in ranks.run(call_with, hosts, bad, inputs):
-        assert len(said) == 2 * len(WRONG)
+        assert len(said) == 3 * len(WRONG)
         for name, message in said.items():
             wanted = WRONG[name.split(",")[0]].format(bad, tokens[bad])
             assert message.startswith(wanted), name
@@ -614,7 +741,8 @@ def refuse_backward(
 ) -> list[str]:
     """A gradient that one rank alone cannot use: what each gets, and hears in the next call."""
     said = []
-    for options in ({}, {"row_bound": 1e6}, {"host_overlap": 2}):
+    by_route = {"combine": "routes", "host_slots": 2}
+    for options in ({}, {"row_bound": 1e6}, {"host_overlap": 2}, by_route):
         backend = make_backend(group, CONFIG, hosts, **options)
         want = step(backend, inputs)
         rank = backend.rank
@@ -649,7 +777,7 @@ def test_a_backward_that_one_rank_refuses_ends_on_all_hosts(ranks: RankPool, hos
     of_shape = "ShapeError: {}grad_out has shape (40, 63), wanted [40, 64]"
     of_dtype = "ShapeError: {}grad_out is torch.float64 on cpu, wanted torch.float32 on cpu"
     for rank, said in enumerate(ranks.run(refuse_backward, hosts, bad, inputs)):
-        for now, later, wanted in zip(said[::2], said[1::2], [of_shape, of_dtype] * 3, strict=True):
+        for now, later, wanted in zip(said[::2], said[1::2], [of_shape, of_dtype] * 4, strict=True):
             assert now.startswith(wanted.format("") if rank == bad else "NaN")
             assert later.startswith(wanted.format(f"rank {bad}: "))
 

@@ -111,6 +111,8 @@ def test_what_the_backend_gets_is_every_option_of_it() -> None:
         "symmetric_memory": "nvshmem",
         "timeout": 5.0,
         "host_overlap": 1,
+        "combine": "routes",
+        "host_slots": 2,
     }
     for kind in (megatron.Settings, deepspeed.Settings):
         given = kind(**changed, metrics="none").backend_options()

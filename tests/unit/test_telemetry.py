@@ -15,6 +15,7 @@ from flashmoe_megatron.telemetry.record import (
     DIRECTIONS,
     MOST_LAYERS,
     MOST_OWNERS,
+    UNNAMED,
     LaunchRecord,
     Phase,
     ReplicaRecord,
@@ -335,7 +336,7 @@ def test_registry_is_complete() -> None:
     """Every metric can be reported, and nothing is reported that is not registered."""
     told = {"routes": (1, 2), "replicas": ReplicaRecord(rows=((4, 1),), num_bytes=1)}
     launches = [records.record(direction=direction, **told) for direction in DIRECTIONS]
-    totals = added_up(*(totals_of(*launches, rank=rank) for rank in (0, 1)))
+    totals = added_up(*(totals_of(*launches, rank=rank, num_hosts=2) for rank in (0, 1)))
     totals.heap_bytes = totals.routes_chosen = totals.seconds = totals.tokens[3] = 1
     totals.crossing_calls = totals.link_bytes["host"] = totals.link_seconds["host"] = 1
     totals.watched = 1
@@ -418,6 +419,24 @@ def test_shares_are_shares(first: list[LaunchRecord], second: list[LaunchRecord]
             assert value <= 1
         if "imbalance" in key:
             assert value >= 1 - 1e-9
+
+
+def test_rows_of_hosts_are_told_and_those_without_a_name_are_no_expert_s() -> None:
+    """Rank 0 computes another host's expert, of which the record does not say which one."""
+    guest = records.record(replicas=ReplicaRecord(rows=((UNNAMED, 100),), num_bytes=0))
+    other = totals_of(records.RECORD, rank=1, num_hosts=2)
+    alike, helped = (
+        compute_metrics(added_up(totals_of(first, num_hosts=2), other), ALL)
+        for first in (records.RECORD, guest)
+    )
+    rows = sum(records.RECORD.expert_rows)
+    assert alike["flashmoe/host_imbalance"] == pytest.approx(1)
+    assert "flashmoe/expert_rows/max" in alike
+    assert helped["flashmoe/host_imbalance"] == pytest.approx((rows + 100) / (rows + 50))
+    assert helped["flashmoe/layer_3/host_rows/0"] == rows + 100
+    assert helped["flashmoe/layer_3/host_rows/1"] == rows
+    assert helped["flashmoe/rank_imbalance"] == helped["flashmoe/host_imbalance"]
+    assert not any("expert" in key or "before" in key for key in helped)
 
 
 def test_the_page_lists_every_metric() -> None:

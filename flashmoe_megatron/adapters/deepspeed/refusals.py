@@ -53,10 +53,11 @@ def layer_problem(info: LayerInfo, settings: Settings, device: torch.device) -> 
 
 def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> str | None:
     """Says what keeps a layer's experts from having replicas, if these are asked for."""
-    if not settings.filled_slots:
+    if not settings.filled_slots and not settings.host_slots:
         return None
-    asked = f"{SECTION}.spare_slots is {settings.spare_slots}"
-    if settings.placement == "lookahead":
+    name = "spare_slots" if settings.filled_slots else "host_slots"
+    asked = f"{SECTION}.{name} is {getattr(settings, name)}"
+    if settings.filled_slots and settings.placement == "lookahead":
         return (
             f'{SECTION}.placement is "lookahead", which needs to see a layer\'s input before its '
             'attention, and DeepSpeed has no layer around both; wanted "launch" or "off"'
@@ -64,13 +65,13 @@ def replicas_problem(info: LayerInfo, zero_stage: int, settings: Settings) -> st
     if zero_stage == 3:
         return (
             f"{asked} with ZeRO stage 3, which frees the experts' weights between calls; wanted "
-            f"stage 2 or less, or {SECTION}.spare_slots 0"
+            f"stage 2 or less, or {SECTION}.{name} 0"
         )
     if info.is_split:
         return (
             f"{asked} and its experts' gate and up projections are not one parameter with the gate "
             "first, and of others DeepSpeed's layers have no replicas; wanted "
-            f"{SECTION}.spare_slots 0"
+            f"{SECTION}.{name} 0"
         )
     return None
 
@@ -98,9 +99,9 @@ def hosts_problem(ranks: Sequence[int], hosts: Mapping[int, str], settings: Sett
         grid = arrange([hosts[rank] for rank in ranks], 0)
     except ConfigError as error:
         return str(error)
-    if settings.filled_slots and grid.num_hosts > 1:
+    if settings.filled_slots and grid.num_hosts > 1 and grid.ranks_per_host == 1:
         return (
-            f"its expert-parallel group {list(ranks)} spans {grid.num_hosts} hosts, and replicas "
-            f"are of experts that one host's ranks share; set {SECTION}.spare_slots to 0"
+            f"its expert-parallel group {list(ranks)} spans {grid.num_hosts} hosts of one rank, "
+            f"which has all of its host's experts; set {SECTION}.spare_slots to 0"
         )
     return None

@@ -216,12 +216,13 @@ def _is_scheduled(config: Any) -> bool:
 def _depends_on_the_batch(config: Any) -> bool:
     """Tells whether batch invariance is asked for where a token's bits depend on other tokens.
 
-    Replicas change who sums a token's results, and capacities which of them there are. The
-    scheduled backend has torch's grouped products.
+    Replicas change who sums a token's results, unless these travel by routes, and capacities which
+    of them there are. The scheduled backend has torch's grouped products.
     """
     if not is_set("batch_invariant_mode")(config):
         return False
     has_slots = current_value("spare_slots") and current_value("placement") != "off"
+    has_slots = has_slots and current_value("combine") != "routes"
     return bool(has_slots or config.moe_expert_capacity_factor is not None or _is_scheduled(config))
 
 
@@ -302,7 +303,8 @@ CONFIG_REFUSALS: tuple[Refusal, ...] = (
         "--batch-invariant-mode",
         _depends_on_the_batch,
         "leave out spare slots, capacity factors and the scheduled backend, which make a token's "
-        "bits depend on other tokens, or use the alltoall dispatcher",
+        "bits depend on other tokens (spare slots do not with --flashmoe-combine routes), or use "
+        "the alltoall dispatcher",
     ),
     Refusal(
         "cuda_graph_impl",

@@ -121,12 +121,16 @@ class RepeatedSteps(Steps):
             several steps are no sum.
 
     Raises:
-        ConfigError: ``model`` is an engine of DeepSpeed, has layers that are for one, or parameters
-            whose gradients ZeRO keeps elsewhere.
+        ConfigError: ``model`` is no module, is an engine of DeepSpeed, has layers that are for one,
+            or parameters whose gradients ZeRO keeps elsewhere; ``zero_grad`` is no function.
     """
 
     def __init__(self, model: nn.Module, zero_grad: Callable[[], object]) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"the model is a {type(model).__name__}, wanted a torch.nn.Module")
+        if not callable(zero_grad):
+            raise ConfigError(f"zero_grad is a {type(zero_grad).__name__}, wanted a function")
         self._given, self._zero_grad = model, zero_grad
         self._check()
 

@@ -27,6 +27,7 @@ from flashmoe_megatron import (
     FlashMoELayer,
     MoEConfig,
     ReferenceBackend,
+    RepeatedSteps,
     RouterConfig,
     SplitWeights,
     expert_parameters,
@@ -470,11 +471,24 @@ def test_choosing_a_backend(kind: Any, num_ranks: int):
     assert num_ranks == 1
 
 
-@pytest.mark.parametrize("prepare", [prepare_for_ddp, lambda model: list(expert_parameters(model))])
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        prepare_for_ddp,
+        lambda model: list(expert_parameters(model)),
+        lambda model: RepeatedSteps(model, lambda: None),
+    ],
+)
 @given(model=st.none() | st.integers() | st.text() | st.lists(st.integers()))
 def test_preparing_what_is_no_model(prepare: Callable[[Any], object], model: Any):
     with pytest.raises(ConfigError, match="wanted a torch.nn.Module"):
         prepare(model)
+
+
+@given(zero_grad=st.none() | st.integers() | st.text() | st.lists(st.integers()))
+def test_dropping_gradients_by_what_is_no_function(zero_grad: Any):
+    with pytest.raises(ConfigError, match="wanted a function"):
+        RepeatedSteps(torch.nn.Linear(2, 2), zero_grad)
 
 
 def test_everything_public_is_fuzzed_or_carries_no_input():
@@ -482,7 +496,7 @@ def test_everything_public_is_fuzzed_or_carries_no_input():
     here = {
         *("moe_apply", "moe_forward", "FlashMoELayer", "SplitWeights", "ExpertWeights"),
         *("ReferenceBackend", "select_backend", "moe_router_forward", "RouterConfig"),
-        *("prepare_for_ddp", "expert_parameters"),
+        *("prepare_for_ddp", "expert_parameters", "RepeatedSteps"),
     }
     settings_target = {
         *("MoEConfig", "align_capacity", "expert_capacity", "plan_capacity", "plan_buffer_rows"),

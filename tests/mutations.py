@@ -895,6 +895,13 @@ MUTATIONS = (
         "::test_gshard_without_a_capacity_drops_nothing_and_tries_second_choices_all_the_same",
     ),
     Mutation(
+        "ZeRO fills the buffer of a bucket that waits for a gap",
+        "_take_aside",
+        "torch.empty_like(bucket.buffer[bucket.index])",
+        "bucket.buffer[bucket.index]",
+        "tests/deepspeed/test_slices.py::test_buckets_wait_for_gaps_and_losses_are_the_same",
+    ),
+    Mutation(
         "the host waits for a gate's counts",
         "routes_to",
         "places.masked_fill(places < 0, num_experts)",

@@ -1770,6 +1770,27 @@ MUTATIONS = (
         "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
     ),
     Mutation(
+        "the kernel's hooks are shown the bytes of rows in FP8",
+        "KernelBackend._show_rows",
+        'self.config.experts == "fp8"',
+        "False",
+        "tests/unit/test_capacity_hooks.py::test_the_kernels_rows_in_fp8_are_shown_as_numbers",
+    ),
+    Mutation(
+        "factors are given the bytes of rows in FP8",
+        "BackwardRows._inputs",
+        "found.x is not None",
+        "False",
+        "tests/unit/test_backward_rows.py::test_factors_take_them",
+    ),
+    Mutation(
+        "rows in FP8 count as rows of 16 bits",
+        "KernelBackend.traffic",
+        "in_fp8 * fp8_row_bytes(hidden)",
+        "in_fp8 * hidden * 2",
+        "tests/unit/test_traffic.py::test_rows_in_fp8_count_with_their_scales",
+    ),
+    Mutation(
         "layers of frameworks compute in bfloat16 where FP8 is asked for",
         "GroupBackends.backend_of",
         "experts=self._settings.experts",

@@ -283,11 +283,6 @@ def check_combine(
             f"combine='routes' {where}: wanted 'shares', or a group on the backend 'kernel' or "
             "'reference'"
         )
-    if options.combine == "routes" and kind == "kernel":
-        raise ConfigError(
-            "combine='routes' on the kernel, which has not been run so: wanted 'shares', or the "
-            "backend 'reference'"
-        )
     slots, num_hosts = options.host_slots, grid.num_hosts
     if not slots:
         return

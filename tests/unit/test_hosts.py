@@ -600,7 +600,6 @@ def test_where_no_row_can_travel_for_each_route():
     wide = replace(CONFIG, hidden=128, intermediate=128, experts="fp8")
     for config, options, kind, said in (
         (CONFIG, routes, "scheduled", "'routes' on the backend 'scheduled': wanted 'shares'"),
-        (CONFIG, routes, "kernel", "'routes' on the kernel, which has not been run so: wanted"),
         (CONFIG, {"host_slots": 1}, "kernel", "host_slots=1 with combine='shares', .*'routes'"),
         (
             CONFIG,
@@ -609,14 +608,14 @@ def test_where_no_row_can_travel_for_each_route():
             "row_bound=2.0, .* none",
         ),
         (wide, {**routes, "host_slots": 1}, "reference", "experts='fp8', .* wanted 'bf16'"),
-        (CONFIG, {**routes, "host_slots": 5}, "reference", "2 hosts of 4 .* wanted at most 4,"),
+        (CONFIG, {**routes, "host_slots": 5}, "kernel", "2 hosts of 4 .* wanted at most 4,"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_combine(config, BackendOptions(**options), grid, kind, is_alone=False)
     with pytest.raises(ConfigError, match="'routes' without a process group: wanted 'shares'"):
         select_backend(replace(CONFIG, num_ranks=1), None, "cpu", combine="routes")
     most = BackendOptions(**routes, host_slots=4)
-    check_combine(CONFIG, most, grid, "reference", is_alone=False)
+    check_combine(CONFIG, most, grid, "kernel", is_alone=False)
 
 
 def test_each_host_takes_what_most_of_its_own_routes_choose():

@@ -203,7 +203,7 @@ def test_what_a_backward_that_fails_sends_is_as_wide_as_other_hosts_expect() -> 
     choices = Choices.of(config, weights, routing_map)
     leg: Any = Leg()
     leg.out = lambda _, grad: lambda: grad
-    saved = SavedOverHosts([leg], choices, backend.within, [None], [[3]], torch.float32)
+    saved = SavedOverHosts([leg], choices, None, None, backend.within, [None], [[3]], torch.float32)
     with pytest.raises(HeapError):
         backend.backward(x, saved, weights_of(config), [], [])
     assert widths == [4]

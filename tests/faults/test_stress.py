@@ -1,12 +1,14 @@
 """The stress of launches, run on a processor, notices what it is there to notice."""
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from flashmoe_megatron.config import Activation
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import WeightGrad
 from tests.gpu import stress
@@ -103,6 +105,15 @@ def test_scenarios_in_fp8_are_compared_with_rounded_operands():
     in_bf16 = replace(scenario, config=replace(scenario.config, experts="bf16"))
     with pytest.raises(AssertionError):
         stress.check_first(scenario, ReferenceRun().run(in_bf16, way))
+
+
+def test_activations_of_scenarios_in_fp8_have_no_step():
+    drawn = {
+        experts: {stress.draw_activation(random.Random(i), experts) for i in range(60)}
+        for experts in ("bf16", "fp8")
+    }
+    assert drawn["bf16"] == set(Activation)
+    assert drawn["fp8"] == set(Activation) - {Activation.RELU}
 
 
 def test_ranks_draw_the_same_scenarios_and_order():

@@ -160,9 +160,8 @@ class Backend(OfGroup, ABC):
             there; none where this rank's host has not waited for their announcements.
         attempts: The steps of this process, which may be repeated.
         hooks: Called before and after the stages of every call that the backend has.
-        reads_tokens: Whether its backwards read tokens where the caller has them. Then a forward
-            whose ``keep`` is "all" keeps them in place of rows, as with "preactivations", and
-            nothing is fetched again.
+        reads_tokens: Whether its backwards read tokens where the caller has them, in place of rows
+            that were not kept, so that none are fetched again.
     """
 
     reads_tokens: bool = False
@@ -246,7 +245,7 @@ class Backend(OfGroup, ABC):
             trains_fc1: Whether a backward may want gradients of weights of fc1. If not, rows of
                 tokens are not kept for them.
             gives_rows: Whether a backward will give rows of tokens to factors of fc1. If so, tokens
-                are no substitute for kept rows.
+                are no substitute for rows, which "auto" then has kept.
 
         Returns:
             The sum over the selected experts, ``[num_tokens, hidden]`` in ``x.dtype``, and an

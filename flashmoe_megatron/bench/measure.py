@@ -19,6 +19,7 @@ from flashmoe_megatron.bench.shapes import Form, Shape
 from flashmoe_megatron.bench.timer import Timer, Timing
 from flashmoe_megatron.config import KEEPS, Keep
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.kernel.memory import reads_tokens
 from flashmoe_megatron.planner import choose_keep, kept_bytes
 from flashmoe_megatron.select import Kind
 
@@ -128,7 +129,8 @@ def rows_of(
         others: Names from ``OTHERS``.
     """
     problem = make_problem(shape, num_ranks, form=form)
-    chosen = choose_keep("auto", problem.config)
+    reads = kind == "kernel" and reads_tokens(problem.config)
+    chosen = choose_keep("auto", problem.config, reads_tokens=reads)
     for keep in KEEPS:
         make = partial(
             kernel_layer,

@@ -212,6 +212,7 @@ class KernelBackend(Backend):
         sizes = bindings.FlashMoESizes()
         bindings.call("sizes", alone, sizes)
         self.reads_tokens = bool(sizes.reads_tokens[True])
+        self.keep = choose_keep(self.options.keep, config, reads_tokens=self.reads_tokens)
         self.memory.register(config, self.spare_slots)
         self._problem: bindings.FlashMoEProblem | None = None
         self._heap_bounds = self.memory.bounds
@@ -446,16 +447,18 @@ class KernelBackend(Backend):
 
     def _keeps_rows(self, given: Given) -> bool:
         """Returns whether a forward for training keeps rows: for gradients of fc1."""
-        if self.keep == "preactivations" or (self.reads_tokens and not given.gives_rows):
-            return False
+        keep = self.keep
+        if given.gives_rows:  # then tokens are no reason to keep none
+            keep = choose_keep(self.options.keep, self.config)
         # The experts in spare slots may be trained on other ranks.
-        return given.trains_fc1 or self.spare_slots > 0
+        return keep != "preactivations" and (given.trains_fc1 or self.spare_slots > 0)
 
     def _keeps_tokens(self, given: Given) -> bool:
         """Returns whether a forward for training keeps its tokens, to read or fetch them again."""
+        if self.keep != "preactivations" or self._keeps_rows(given):
+            return False
         # All ranks fetch rows again, though one may not need them.
-        fetches = self.keep == "preactivations" and self.config.num_ranks > 1
-        return fetches or (given.trains_fc1 and not self._keeps_rows(given))
+        return given.trains_fc1 or self.config.num_ranks > 1
 
     def _begin(self, given: Given, num_row_blocks: int | None) -> PendingForward:
         plan = self._empty(self._sizes.plan_bytes)

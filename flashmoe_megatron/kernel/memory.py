@@ -40,12 +40,12 @@ class MemoryPlan:
         weight_copies: Copies of one layer's weights that a pass of experts in FP8 multiplies, one
             for all layers of a shape: as many bytes as the weights have.
         kept: What one forward keeps for its backward: the plan, the received rows and the
-            pre-activations; nothing if it keeps "inputs", and no rows if "preactivations" or if its
-            backward reads tokens in their place, as that of narrow experts of one rank alone does.
+            pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
         forward: The further bytes of a forward that a backward follows, while it runs: activations
             and results of all rows, and rows that are not kept, unless tokens are read in their
-            place. A forward that keeps the inputs alone does not count the rows first: its buffers
-            are for the most that there can be, if that is little.
+            place, as narrow experts of one rank alone do. A forward that keeps the inputs
+            alone does not count the rows first: its buffers are for the most that there can be, if
+            that is little.
         backward: The same of a backward: received gradients, activations, gradients of fc1's output
             and results of all rows, partial sums of the probabilities' gradient, rows in bfloat16
             that were kept in FP8, and what was not kept. One rank alone receives no gradients of
@@ -105,6 +105,31 @@ def _transient_block_bytes(sizes: bindings.FlashMoESizes) -> int:
     return rows + int(sizes.scratch_block_bytes[False])
 
 
+def reads_tokens(config: MoEConfig) -> bool:
+    """Tells whether backwards read tokens in place of rows that were not kept.
+
+    Raises:
+        ConfigError: The kernel cannot run such a layer.
+        DeviceError: The library is not there.
+    """
+    return bool(_sizes_of(config, DEFAULT_CTAS).reads_tokens[True])
+
+
+def _sizes_of(config: MoEConfig, num_ctas: int) -> bindings.FlashMoESizes:
+    sizes = bindings.FlashMoESizes()
+    problem = bindings.problem_of(
+        config,
+        rank=0,
+        dtype=bindings.BFLOAT16,
+        transposed=False,
+        num_ctas=num_ctas,
+        heap=bindings.HeapBounds.of(config),
+        timeout=1.0,
+    )
+    bindings.call("sizes", problem, sizes)
+    return sizes
+
+
 def plan_memory(
     config: MoEConfig,
     *,
@@ -126,35 +151,25 @@ def plan_memory(
         DeviceError: The library is not there.
     """
     BackendOptions(keep=keep)  # refuses another word
-    sizes = bindings.FlashMoESizes()
-    problem = bindings.problem_of(
-        config,
-        rank=0,
-        dtype=bindings.BFLOAT16,
-        transposed=False,
-        num_ctas=num_ctas,
-        heap=bindings.HeapBounds.of(config),
-        timeout=1.0,
-    )
-    bindings.call("sizes", problem, sizes)
+    sizes = _sizes_of(config, num_ctas)
     if num_row_blocks is None:
         num_row_blocks = math.ceil(plan_buffer_rows(config).expected / TILE_M)
     tokens = config.max_tokens
     out = tokens * config.hidden * ELEMENT_BYTES
     grads = out + tokens * config.num_experts * 4
     plan = int(sizes.plan_bytes)
-    rows = 0 if sizes.reads_tokens[True] else num_row_blocks * int(sizes.row_block_bytes)
+    rows = num_row_blocks * int(sizes.row_block_bytes)
     preact = num_row_blocks * int(sizes.preact_block_bytes)
     forward, backward = (num_row_blocks * int(size) for size in sizes.scratch_block_bytes)
-    if keep == "preactivations" or sizes.reads_tokens[True]:
+    if keep == "all":
+        kept = plan + rows + preact
+    elif keep == "preactivations":
+        kept = plan + preact
         forward = num_row_blocks * _transient_block_bytes(sizes)
-    kept = plan + preact
-    if keep == "preactivations":
-        backward += rows
+        backward += 0 if sizes.reads_tokens[True] else rows
     else:
-        kept += rows
-    if keep == "inputs":
-        again, kept = kept + max(forward + out, backward + grads), 0
+        kept = 0
+        again = plan + rows + preact + max(forward + out, backward + grads)
         most = transient_blocks(sizes)
         blocks = num_row_blocks if most is None else most
         forward, backward = plan + blocks * _transient_block_bytes(sizes), again - grads

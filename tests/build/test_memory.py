@@ -109,23 +109,21 @@ def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> Non
         return
     none, some = (plan_memory(config, num_row_blocks=number) for number in (0, blocks))
     rows = 128 * blocks
+    assert some.kept - none.kept == rows * (config.hidden + config.fc1_rows) * 2
+    assert none.forward == none.backward == 0
+    assert some.forward == rows * (config.hidden + config.intermediate) * 2
+    # Narrow experts of a rank that is alone read rows of dY where tokens have them.
+    copied = 0 if config.num_ranks == 1 and config.intermediate <= 512 else config.hidden
+    apart = some.backward - some.forward - rows * config.fc1_rows * 2  # and partial sums
+    assert rows * copied * 2 <= apart
+    assert (apart < rows * config.hidden * 2) == (copied < config.hidden and blocks > 0)
+    lean = plan_memory(config, num_row_blocks=blocks, keep="preactivations")
     received = rows * config.hidden * 2
-    # Passes of narrow experts of a rank that is alone read tokens where they are, the forward if no
-    # rows are kept.
+    # Their passes read tokens where they are if no rows are kept, but for some backwards.
     copied, fetched = (
         0 if config.num_ranks == 1 and config.fc1_rows <= most else received for most in (1024, 768)
     )
-    assert some.kept - none.kept == fetched + rows * config.fc1_rows * 2
-    assert none.forward == none.backward == 0
-    assert some.forward == rows * (config.hidden + config.intermediate) * 2
-    # Rows of dY, too.
-    grads = 0 if config.num_ranks == 1 and config.intermediate <= 512 else config.hidden
-    apart = some.backward - some.forward - rows * config.fc1_rows * 2  # and partial sums
-    assert rows * grads * 2 <= apart
-    assert (apart < received) == (grads < config.hidden and blocks > 0)
-    lean = plan_memory(config, num_row_blocks=blocks, keep="preactivations")
-    assert some.kept - lean.kept == fetched
-    assert lean.forward - some.forward == (copied if fetched else 0)
+    assert (some.kept - lean.kept, lean.forward - some.forward) == (received, copied)
     assert lean.backward - some.backward == fetched
     least = plan_memory(config, num_row_blocks=blocks, keep="inputs")
     assert least.kept == 0

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from flashmoe_megatron.config import TILE_M
+from flashmoe_megatron.config import KEEPS, TILE_M
 from flashmoe_megatron.errors import PeerTimeoutError
 from flashmoe_megatron.kernel import ops
 from tests.gpu import steps
@@ -75,24 +75,17 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--timeout", type=float, default=15.0, help="of a wait for a peer, seconds")
     options = parser.parse_args(arguments)
-    # One rank reads its tokens in place of rows, or keeps these as wide experts do.
-    for num_ranks, reads_tokens in ((1, True), (1, False), (2, False)):
-        if num_ranks not in options.ranks:
-            continue
+    # One rank reads its tokens in place of rows that it does not keep.
+    runs = [(ranks, keep) for ranks in options.ranks for keep in KEEPS[: 2 if ranks == 1 else 1]]
+    for num_ranks, keep in runs:
         config = make_config(
             num_ranks, hidden=128, intermediate=INTERMEDIATE, num_experts=4, topk=2, max_tokens=160
         )
         inputs = steps.make_inputs(config, cases.with_dropped_tokens, TOKENS[num_ranks])
         weights = steps.weights_of(config, inputs)
-        layer = VirtualLayer(
-            config,
-            is_guarded=False,
-            timeout_s=options.timeout,
-            keep="all",
-            reads_tokens=reads_tokens,
-        )
+        layer = VirtualLayer(config, is_guarded=False, timeout_s=options.timeout, keep=keep)
         zeros = zeros_where_copies_write(num_ranks) if options.zeroed else contextlib.nullcontext()
-        label = f"ranks {num_ranks}, {'tokens' if reads_tokens else 'rows'}"
+        label = f"ranks {num_ranks}, keep {keep}"
         # Instrumented kernels need more of everything: a small grid is enough to be in step.
         for backend in layer.backends:
             backend.num_ctas = min(backend.num_ctas, 8)

@@ -168,13 +168,11 @@ def phases(
     given = inputs.x[rank], inputs.probs[rank], inputs.routing_map[rank]
     if scenario.config.num_ranks == 1:
         backend.keep = "all" if way.keeps_rows else "preactivations"
-        can_read = bool(backend._sizes.reads_tokens[True])  # known since the layer was prepared
-        backend.reads_tokens = can_read and not way.keeps_rows
     if way.ahead:
         backend.settle(scenario.foreseen[rank], lambda: weights, layer=0)
         yield
     if way.bounded:
-        most = int(backend._sizes.max_row_blocks)
+        most = int(backend._sizes.max_row_blocks)  # known since the layer was prepared
         out, saved = backend.finish(backend.begin(*given, most), weights, training=way.training)
     else:
         pending = backend.begin(*given)

@@ -7,7 +7,7 @@ import torch
 
 from flashmoe_megatron.adapted import AdaptedWeights
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.config import Keep
+from flashmoe_megatron.config import KeepOption
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.kernel.rows import BackwardRows
@@ -109,16 +109,16 @@ class Layer:
 
 @pytest.mark.parametrize("is_stack", [False, True], ids=["each", "stack"])
 @pytest.mark.parametrize("form", ["shared", "stack", "shared outer"])
-@pytest.mark.parametrize("keep", ["all", "preactivations", "inputs"])
-def test_sums_and_their_factors_gradients(keep: Keep, form: str, is_stack: bool) -> None:
+@pytest.mark.parametrize("keep", ["auto", "all", "preactivations", "inputs"])
+def test_sums_and_their_factors_gradients(keep: KeepOption, form: str, is_stack: bool) -> None:
     """The sums' bits are those of a call with sums; factors have products of their gradients."""
     layer = Layer(form, is_stack=is_stack, options=BackendOptions(keep=keep))
     layer.check()
     counters = layer.backend.weight_grads
     assert counters.left_out == 2 * (1 if is_stack else len(layer.kinds["fc1"]))
-    # Factors of fc1 take rows, which narrow experts keep for them alone.
+    # Factors of fc1 take rows, which narrow experts keep for them by default, and else do not.
     assert layer.backend.reads_tokens
-    assert (counters.row_bytes > 0) == (keep == "all")
+    assert (counters.row_bytes > 0) == (keep in ("auto", "all"))
 
 
 @pytest.mark.parametrize(

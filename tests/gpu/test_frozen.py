@@ -132,9 +132,7 @@ def check(layer: Layer, want: dict[str, torch.Tensor | None], *frozen: str) -> N
     counters = layer.backend.weight_grads
     assert counters.left_out - before.left_out == len(frozen)
     assert counters.computed - before.computed == len(layer.weights) - len(frozen)
-    backend = layer.backend
-    keeps = backend.keep == "all" and not backend.reads_tokens
-    keeps &= not {"fc1", "gate", "up"} & set(frozen)
+    keeps = layer.backend.keep == "all" and not {"fc1", "gate", "up"} & set(frozen)
     assert (counters.row_bytes > before.row_bytes) == keeps
 
 
@@ -144,17 +142,12 @@ ALL = ("fc1", "fc2", "fc1_bias", "fc2_bias")
 @pytest.mark.parametrize("keep", ["all", "preactivations", "inputs"])
 @pytest.mark.parametrize("frozen", [(), ("fc1",), ("fc2",), ("fc1_bias", "fc2"), ALL], ids=str)
 def test_what_is_frozen_on_one_rank(frozen: tuple[str, ...], keep: Keep) -> None:
-    layer, want = Layer(keep, *frozen), Layer(keep).step()
-    assert layer.backend.reads_tokens
-    check(layer, want, *frozen)
-    layer.backend.reads_tokens = False  # as wide experts, which keep rows
-    check(layer, want, *frozen)
+    check(Layer(keep, *frozen), Layer(keep).step(), *frozen)
 
 
 @pytest.mark.parametrize("frozen", [("gate",), ("up",), ("gate", "up")], ids=str)
 def test_gate_and_up_projections_of_their_own(frozen: tuple[str, ...]) -> None:
     layer = Layer("all", *frozen, is_split=True)
-    layer.backend.reads_tokens = False
     got, want = layer.step(), Layer("all", is_split=True).step()
     for name, one in got.items():
         assert one is None if name in frozen else torch.equal(one, want[name]), name

@@ -29,8 +29,8 @@ def test_gathered_rows_give_the_same_bits(
     inputs = steps.make_inputs(config, getattr(cases, case), TOKENS[1], dtype=dtype)
     weights = steps.weights_of(config, inputs, transposed=transposed)
     arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
-    (want,), _ = VirtualLayer(config, reads_tokens=False).forward(*arguments)
-    layer = VirtualLayer(config)
+    (want,), _ = VirtualLayer(config, keep="all").forward(*arguments)
+    layer = VirtualLayer(config, keep="preactivations")
     for training in (False, True, False):
         (got,), _ = layer.forward(*arguments, training=training)
         torch.cuda.synchronize()
@@ -89,8 +89,8 @@ def test_steps_that_read_tokens_give_the_bits_of_copied_rows(
     inputs = steps.make_inputs(config, cases.with_empty_experts, TOKENS[1], dtype=dtype)
     weights = steps.weights_of(config, inputs, transposed=transposed)
     results = []
-    for keep, reads_tokens in (("all", False), *((keep, True) for keep in (*KEEPS[:2], "all"))):
-        layer = VirtualLayer(config, keep=keep, reads_tokens=reads_tokens)
+    for keep in ("all", "preactivations", "preactivations"):
+        layer = VirtualLayer(config, keep=keep)
         grads = steps.make_grads(
             layer,
             weights,
@@ -106,7 +106,7 @@ def test_steps_that_read_tokens_give_the_bits_of_copied_rows(
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("intermediate", [192, NARROWER, NARROW, WIDE])
-def test_who_reads_tokens_keeps_no_rows_and_fetches_none_again(intermediate: int, gated: bool):
+def test_who_reads_tokens_fetches_no_rows_again(intermediate: int, gated: bool):
     config = make_config(1, gated=gated, activation=Activation.SILU, intermediate=intermediate)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
     weights = steps.weights_of(config, inputs)
@@ -117,8 +117,8 @@ def test_who_reads_tokens_keeps_no_rows_and_fetches_none_again(intermediate: int
         before = layer.group.memories[0].epoch
         forward = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
         (saved,) = forward[1]
-        assert (saved.rows is None) == (reads or keep == "preactivations")
-        assert (saved.x is None) == (saved.rows is not None)
+        assert (saved.rows is None) == (keep == "preactivations")
+        assert (saved.x is None) == (keep == "all")
         steps.backward(layer, inputs, weights, forward)
         # A forward and a backward take an epoch each, and a gather two.
         fetches = keep == "preactivations" and not reads
@@ -143,7 +143,7 @@ def test_any_number_of_rows(num_tokens: int):
     inputs = steps.make_inputs(config, cases.uniform, [num_tokens])
     weights = steps.weights_of(config, inputs)
     arguments = (inputs.x, inputs.probs, inputs.routing_map, weights)
-    (want,), _ = VirtualLayer(config, reads_tokens=False).forward(*arguments)
+    (want,), _ = VirtualLayer(config, keep="all").forward(*arguments)
     (got,), _ = VirtualLayer(config).forward(*arguments, training=False)
     assert torch.equal(got, want)
 
@@ -159,13 +159,10 @@ def test_rows_that_are_read_in_place_until_they_are_copied_or_copied_apart(
 
 
 @pytest.mark.parametrize(
-    ("intermediate", "gathers", "keeps_rows"),
-    [(NARROWER, True, False), (NARROW, True, True), (WIDE, False, True)],
+    ("intermediate", "gathers"), [(NARROWER, True), (NARROW, True), (WIDE, False)]
 )
 @pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
-def test_only_narrow_experts_gather(
-    intermediate: int, gathers: bool, keeps_rows: bool, transposed: bool
-):
+def test_only_narrow_experts_gather(intermediate: int, gathers: bool, transposed: bool):
     """What makes no pads copies no rows; with transposed weights a backward always does."""
     config = make_config(1, intermediate=intermediate, gated=True, activation=Activation.SILU)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
@@ -186,6 +183,6 @@ def test_only_narrow_experts_gather(
     assert (pads_made() == 0) == gathers
     layer.backends[0].keep = "all"
     forward = layer.forward(*arguments)
-    assert (pads_made() > 0) == keeps_rows
+    assert pads_made() > 0
     steps.backward(layer, inputs, weights, forward)
     assert (pads_made() == 0) == (gathers and not transposed)

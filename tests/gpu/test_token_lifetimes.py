@@ -1,7 +1,7 @@
 """Tokens that a backward reads where they are: whatever their owner does with them meanwhile.
 
-Narrow experts of one rank keep no rows and read the forward's tokens in their backward. Gradients
-have to be those of copies, or autograd has to raise.
+Narrow experts of one rank that keep no rows, as they do by default, read the forward's tokens in
+their backward. Gradients have to be those of copies, or autograd has to raise.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.config import KEEPS, Keep
+from flashmoe_megatron.config import KeepOption
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
@@ -40,12 +40,11 @@ def make_inputs(micro_batch: int) -> cases.Inputs:
 class Layer:
     """A layer behind a projection, whose output is the tokens: a backward goes through both."""
 
-    def __init__(self, keep: Keep, *, reads_tokens: bool = True) -> None:
+    def __init__(self, keep: KeepOption) -> None:
         options = BackendOptions(keep=keep)
         memory = GroupMemory(None, device(), options)
         self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0, options=options)
         assert self.backend.reads_tokens
-        self.backend.reads_tokens = reads_tokens
         self.inputs = [make_inputs(micro_batch) for micro_batch in range(MICRO_BATCHES)]
         torch.manual_seed(0)
         width = CONFIG.hidden
@@ -80,18 +79,16 @@ def poison() -> None:
 
 
 def check(run: Callable[[Layer], None]) -> None:
-    """Compares the gradients of layers that read tokens with those of one that keeps rows."""
-    rows = Layer("all", reads_tokens=False)
-    run(rows)
-    assert rows.backend.weight_grads.row_bytes > 0
-    wanted = rows.grads()
-    assert not any(grad.isnan().any() for grad in wanted)
-    for keep in KEEPS:
+    """Compares the gradients of a layer that reads tokens with those of one that keeps rows."""
+    found = []
+    for keep in ("all", "auto"):
         layer = Layer(keep)
         run(layer)
-        assert layer.backend.weight_grads.row_bytes == 0
-        for got, want in zip(layer.grads(), wanted, strict=True):
-            assert torch.equal(got, want)
+        assert (layer.backend.weight_grads.row_bytes > 0) == (keep == "all")
+        found.append(layer.grads())
+    assert not any(grad.isnan().any() for grad in found[0])
+    for got, want in zip(found[1], found[0], strict=True):
+        assert torch.equal(got, want)
 
 
 def test_micro_batches_whose_owner_lets_go_of_their_tokens() -> None:
@@ -179,12 +176,11 @@ def test_tokens_that_were_offloaded() -> None:
 
 
 def test_tokens_that_come_back_where_the_kernel_cannot_read_them() -> None:
-    layer = Layer("all")
+    layer = Layer("auto")
     x = layer.tokens(0).detach()
     probs, routing_map = layer.inputs[0].probs[0], layer.inputs[0].routing_map[0]
-    frozen = ExpertWeights(tuple(layer.inputs[0].fc1), tuple(layer.inputs[0].fc2))
-    for weight in frozen.fc1:
-        weight.requires_grad_()
+    fc1 = tuple(weight.clone().requires_grad_() for weight in layer.inputs[0].fc1)
+    weights = ExpertWeights(fc1, tuple(layer.inputs[0].fc2))
     saved: list[torch.Tensor] = []
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,7 +191,7 @@ def test_tokens_that_come_back_where_the_kernel_cannot_read_them() -> None:
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        out = moe_apply(layer.backend, x, probs, routing_map, frozen)
+        out = moe_apply(layer.backend, x, probs, routing_map, weights)
     with pytest.raises(ShapeError, match="x of the forward: at address 0x.*, wanted 16-byte"):
         out.backward(layer.grad(0))
     assert len(saved) == 1
@@ -203,7 +199,7 @@ def test_tokens_that_come_back_where_the_kernel_cannot_read_them() -> None:
 
 def test_tokens_that_are_written_in_place() -> None:
     """A residual connection that adds to the tokens themselves: a sum of its own is wanted."""
-    layer = Layer("all")
+    layer = Layer("auto")
     x = layer.tokens(0)
     x += layer.experts(x, 0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -211,13 +207,14 @@ def test_tokens_that_are_written_in_place() -> None:
 
 
 def test_tokens_that_are_written_where_no_counter_sees_it() -> None:
-    """The way out: a copy is given to the layer, and nobody else writes to it."""
+    """Ways out: rows are kept, or a copy is given to the layer, and nobody else writes to it."""
 
     def run(layer: Layer) -> None:
         pending = []
         for number in range(MICRO_BATCHES):
             x = layer.tokens(number)
-            pending.append(layer.experts(x.clone(), number))
+            keeps_rows = layer.backend.keep == "all"
+            pending.append(layer.experts(x if keeps_rows else x.clone(), number))
             x.data.fill_(torch.nan)
         for number, out in enumerate(pending):
             out.backward(layer.grad(number))

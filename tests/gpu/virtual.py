@@ -195,10 +195,8 @@ class VirtualLayer:
         group: VirtualGroup | None = None,
         *,
         is_guarded: bool = True,
-        reads_tokens: bool = True,
         **group_options: Any,
     ) -> None:
-        """Without ``reads_tokens``, backwards read rows that have been copied, at any width."""
         self.config = config
         self.group = group or VirtualGroup(config.num_ranks, **group_options)
         self.allocator = GuardedAllocator() if is_guarded else None
@@ -217,7 +215,6 @@ class VirtualLayer:
                 options=options,
             )
             backend.allocator = self.allocator
-            backend.reads_tokens &= reads_tokens
             self.backends.append(backend)
 
     def prepare(self) -> None:

@@ -11,14 +11,22 @@ from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 from tests.unit.simulated_gpus import Gpus, Library, install, make_backend
 
+OPTIONS = ("auto", *KEEPS)
+
 
 def kept(
-    monkeypatch: pytest.MonkeyPatch, keep: str, *, reads_tokens: bool, **arguments: Any
-) -> SavedForward:
+    monkeypatch: pytest.MonkeyPatch,
+    keep: str,
+    *,
+    reads_tokens: bool,
+    intermediate: int = 128,
+    **arguments: Any,
+) -> tuple[bool, bool]:
+    """Tells whether a forward has kept rows, and whether it has kept tokens."""
     gpus = Gpus(1, 0, slow=0)
     monkeypatch.setattr(Library, "reads_tokens", reads_tokens)
     install(gpus, monkeypatch)
-    config = cases.make_config(num_ranks=1)
+    config = cases.make_config(num_ranks=1, intermediate=intermediate)
     backend = make_backend(config, 0, keep=keep)
     assert backend.reads_tokens == reads_tokens
     tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
@@ -33,32 +41,36 @@ def kept(
     gpus.wait(0)
     assert isinstance(saved, SavedForward)
     assert saved.x is None or saved.x is tokens
-    return saved
+    return saved.rows is not None, saved.x is not None
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", OPTIONS)
+@pytest.mark.parametrize(("intermediate", "is_narrow"), [(256, True), (320, False)])
 @pytest.mark.parametrize("reads_tokens", [False, True])
 def test_tokens_are_kept_in_place_of_rows(
-    reads_tokens: bool, keep: str, monkeypatch: pytest.MonkeyPatch
+    reads_tokens: bool,
+    intermediate: int,
+    is_narrow: bool,
+    keep: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With "inputs" it is a forward that a backward runs again."""
-    saved = kept(monkeypatch, keep, reads_tokens=reads_tokens)
-    has_rows = not reads_tokens and keep != "preactivations"
-    assert (saved.rows is not None, saved.x is not None) == (has_rows, not has_rows)
+    lean = keep == "preactivations" or (keep == "auto" and reads_tokens and is_narrow)
+    found = kept(monkeypatch, keep, reads_tokens=reads_tokens, intermediate=intermediate)
+    assert found == (not lean, lean)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", OPTIONS)
 def test_rows_for_factors_are_kept(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a backward would have to fetch them, as "preactivations" asks for."""
-    saved = kept(monkeypatch, keep, reads_tokens=True, gives_rows=True)
     fetches = keep == "preactivations"
-    assert (saved.rows is None, saved.x is not None) == (fetches, fetches)
+    found = kept(monkeypatch, keep, reads_tokens=True, gives_rows=True)
+    assert found == (not fetches, fetches)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", OPTIONS)
 @pytest.mark.parametrize("reads_tokens", [False, True])
 def test_frozen_experts_keep_neither(
     reads_tokens: bool, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = kept(monkeypatch, keep, reads_tokens=reads_tokens, trains_fc1=False)
-    assert (saved.rows, saved.x) == (None, None)
+    assert kept(monkeypatch, keep, reads_tokens=reads_tokens, trains_fc1=False) == (False, False)

@@ -208,6 +208,14 @@ def test_rows_are_fetched_again_where_that_is_cheap():
     assert choose_keep("inputs", wide_layer()) == "inputs"
 
 
+def test_narrow_experts_whose_tokens_are_read_keep_no_rows():
+    for intermediate, chosen in ((256, "preactivations"), (320, "all"), (14336, "preactivations")):
+        config = wide_layer(intermediate=intermediate)
+        assert choose_keep("auto", config, reads_tokens=True) == chosen
+        assert choose_keep("all", config, reads_tokens=True) == "all"
+        assert choose_keep("auto", config) == ("all" if intermediate < 1500 else chosen)
+
+
 def test_a_replica_pays_by_hand():
     """For 8 bytes of each weight's number, a link of 350 GB/s needs as long as for 16,000 flops."""
     assert least_rows_of(350e9) == round(16_000 / 6)

@@ -53,25 +53,14 @@ def run_offloaded(config: Any, x: torch.Tensor, launch: Launch) -> torch.Tensor:
     return result
 
 
-def unused_modules(config: Any, keep: Keep, *, reads_tokens: bool) -> Iterator[str]:
-    """Yields a sentence for each module to be offloaded whose input the layer does not keep.
-
-    Where backwards read tokens, these are the input of the first projection: the router saves them
-    as well, and they are not the layer's to move.
-    """
+def unused_modules(config: Any, keep: Keep) -> Iterator[str]:
+    """Yields a sentence for each module to be offloaded whose input the layer does not keep."""
     kept = {"all": _SAVED_AS, "preactivations": ("moe_act",), "inputs": ()}[keep]
     for module in _SAVED_AS:
-        if not offloads(module)(config):
-            continue
-        if module not in kept:
+        if offloads(module)(config) and module not in kept:
             yield (
                 f"--offload-modules {module} changes nothing with {flag_of('keep')} {keep}, which "
                 "keeps no input of it"
-            )
-        elif reads_tokens and _SAVED_AS[module] == "rows":
-            yield (
-                f"--offload-modules {module} changes nothing for experts as narrow as these on one "
-                "GPU, which read the layer's input in place of rows"
             )
 
 

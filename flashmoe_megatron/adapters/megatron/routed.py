@@ -311,8 +311,7 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
         say_once(_describe_replicas(backend.config, settings))
     if settings.pre_gate:
         say_once(PRE_GATE)
-    unused = unused_modules(config, backend.keep, reads_tokens=backend.within.reads_tokens)
-    for line in (*ignored_settings(config, settings), *unused):
+    for line in (*ignored_settings(config, settings), *unused_modules(config, backend.keep)):
         say_once(line)
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashmoe_megatron.adapters.deepspeed.settings import (
     SECTION,
@@ -25,7 +25,9 @@ from flashmoe_megatron.adapters.deepspeed.settings import (
 from flashmoe_megatron.adapters.patch import original_of, patch
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.releases import DEEPSPEED
-from flashmoe_megatron.repeats import Steps
+
+if TYPE_CHECKING:  # a program may import the door before torch
+    from flashmoe_megatron.repeats import Steps
 
 logger = logging.getLogger("flashmoe_megatron")
 
@@ -94,7 +96,7 @@ def attach(engine: Any) -> dict[str, str]:
     return _attach(engine, Ranks(dist.group.WORLD).each(read))
 
 
-def repeated_steps(engine: Any) -> Steps:
+def repeated_steps(engine: Any) -> "Steps":
     """Makes what runs the steps of an engine, each a second time if its rows did not fit.
 
     A step is a function that computes the gradients of one whole batch, and ends before the

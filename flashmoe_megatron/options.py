@@ -189,7 +189,8 @@ class BackendOptions:
     The reference heeds ``keep``, ``row_bound``, ``host_overlap``, ``combine``, ``host_slots``,
     what is said of replicas, and between hosts ``timeout``; the scheduled backend heeds ``keep``,
     ``row_bound``, ``counters``, its own ``degree``, ``degree_fit`` and ``exchange``, and
-    ``timeout`` in every exchange but direct. The others change nothing for them.
+    ``timeout`` in every exchange but direct. Both have the bits of ``rank_invariant``. The others
+    change nothing for them.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -301,6 +302,14 @@ class BackendOptions:
         "How many experts of other hosts a rank may compute in each call besides its own, for the "
         "tokens of its host, where an expert-parallel group spans several. They are those that "
         "most routes of these tokens choose. It needs combine routes and exact buffers.",
+    )
+    rank_invariant: bool = option(
+        False,
+        switch(),
+        "Give a batch the same bits whatever the number of ranks of one host that share its "
+        "experts: outputs, and gradients of tokens, probabilities, weights and biases. The "
+        "reference and the scheduled backend in one part compute so; the kernel, spare slots and "
+        "groups over several hosts are refused.",
     )
     counters: bool = option(
         True,

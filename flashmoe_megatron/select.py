@@ -48,6 +48,7 @@ _ALWAYS = (
     "combine",
     "host_slots",
     "timeout",
+    "rank_invariant",
 )
 _AGREED = {
     "kernel": (*_ALWAYS, "symmetric_memory"),
@@ -207,6 +208,11 @@ def _make_backend(
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if chosen_options.combine == "routes" or chosen_options.host_slots:
         check_combine(config, chosen_options, grid, chosen, is_alone=group is None)
+    if chosen_options.rank_invariant and grid.num_hosts > 1:
+        raise ConfigError(
+            f"rank_invariant=True in an expert-parallel group over {grid.num_hosts} hosts, which "
+            "sums a token's results host by host: wanted a group of one host"
+        )
     if kind == "auto":
         _announce(chosen, _describe(device)[1], dtype if chosen == "scheduled" else None)
     if chosen == "reference" and device.type == "cuda":
@@ -383,9 +389,42 @@ def _choose(
             f"backend {chosen!r}, whose experts are whole: wanted the backend 'scheduled', or 1 "
             "rank"
         )
+    if chosen_options.rank_invariant:
+        _check_rank_invariant(chosen_options, chosen, is_cut=tensor_group is not None)
     if chosen == "kernel":
         check_kernel_experts(config)
     return _Choice(config, chosen, here, chosen_options)
+
+
+def _check_rank_invariant(options: BackendOptions, kind: Kind, *, is_cut: bool) -> None:
+    """Refuses what gives a batch other bits on another number of ranks.
+
+    The separate backends have an expert's rows in the order of tokens over all ranks, and sum a
+    token's results by expert, whichever rank they come from.
+
+    Raises:
+        ConfigError: The kernel is chosen, which has a rank's own rows first and sums results by
+            rank; or slots, parts or shares of experts would change an order.
+    """
+    problem = None
+    if kind == "kernel":
+        problem = (
+            "on the backend 'kernel', which sums a token's results by rank: wanted the backend "
+            "'scheduled' or 'reference'"
+        )
+    elif options.filled_slots:
+        problem = f"with spare_slots={options.spare_slots}: wanted spare_slots=0"
+    elif options.combine != "shares":
+        problem = f"with combine={options.combine!r}, which sums by itself: wanted 'shares'"
+    elif kind == "scheduled" and options.degree != "1":
+        problem = (
+            f"with degree={options.degree!r}, whose products have other sizes on other ranks: "
+            "wanted degree='1'"
+        )
+    elif is_cut:
+        problem = "with experts that ranks share: wanted no tensor_group"
+    if problem is not None:
+        raise ConfigError(f"rank_invariant=True {problem}")
 
 
 def resolve_kind(kind: BackendKind, device: torch.device, dtype: torch.dtype | None = None) -> Kind:

@@ -98,6 +98,47 @@ def test_rows_are_copied_as_torch_copies_them(width: int, dtype: torch.dtype) ->
     assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(512, 256), (2048, 1536)], ids=str)
+def test_products_have_equal_bits_however_experts_are_shared(
+    dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    """What the option rank_invariant needs: the bits of an expert are no matter of the others."""
+    g = torch.Generator("cuda").manual_seed(0)
+    counts = [0, 1, 130, 700, 64, 0, 3000, 17, 256, 129, 5, 1000, 33, 2, 400, 90]
+    width, out = sizes
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=DEVICE, generator=g).to(dtype)
+
+    rows, right = random(sum(counts), width), random(sum(counts), out)
+    stack = random(len(counts), width, out)
+
+    def shared(num_ranks: int) -> list[torch.Tensor]:
+        local, parts = len(counts) // num_ranks, []
+        for rank in range(num_ranks):
+            of_rank = counts[rank * local : (rank + 1) * local]
+            first = sum(counts[: rank * local])
+            these = slice(first, first + sum(of_rank))
+            ends = torch.tensor(of_rank, device=DEVICE).cumsum(0).int()
+            experts = slice(rank * local, (rank + 1) * local)
+            products = [
+                kernels.product(rows[these].clone(), stack[experts].clone(), ends, of_rank),
+                kernels.grad_product(
+                    right[these].clone(), stack[experts].mT.contiguous(), ends, of_rank
+                ),
+                kernels.product(right[these].clone(), stack[experts].clone().mT, ends, of_rank),
+                kernels.weight_grad(rows[these].clone(), right[these].clone(), ends, of_rank),
+            ]
+            parts.append(products)
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+    want = shared(1)
+    for num_ranks in (2, 4, 8):
+        for number, (got, one) in enumerate(zip(shared(num_ranks), want, strict=True)):
+            assert torch.equal(got, one), (num_ranks, number)
+
+
 def test_rows_are_copied_beyond_what_32_bits_address() -> None:
     width, num_rows = 4096, 2**20 + 3  # more than 2^32 elements
     target = torch.zeros(num_rows, width, device=DEVICE, dtype=torch.bfloat16)

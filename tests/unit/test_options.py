@@ -113,6 +113,7 @@ def test_what_the_backend_gets_is_every_option_of_it() -> None:
         "host_overlap": 1,
         "combine": "routes",
         "host_slots": 2,
+        "rank_invariant": True,
     }
     for kind in (megatron.Settings, deepspeed.Settings):
         given = kind(**changed, metrics="none").backend_options()

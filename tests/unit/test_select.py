@@ -253,10 +253,16 @@ def test_a_driver_that_is_too_old_is_named_with_the_library(
 
 
 def select_on_hosts(
-    group: dist.ProcessGroup, hosts: list[str], *, lacks_library: bool = False, **options: Any
+    group: dist.ProcessGroup,
+    hosts: list[str],
+    *,
+    lacks_library: bool = False,
+    in_fp8: bool = False,
+    **options: Any,
 ) -> str:
     """Selects the kernel, with a class in its place, on ranks of these hosts."""
-    config = cases.make_config(num_ranks=len(hosts), num_experts=24)
+    shape = {"hidden": 128, "intermediate": 128, "experts": "fp8"} if in_fp8 else {}
+    config = cases.make_config(num_ranks=len(hosts), num_experts=24, **shape)
     kernel = ModuleType("flashmoe_megatron.kernel.backend")
     missing = DeviceError("libflashmoe.so is not installed") if lacks_library else None
     kernel.KernelBackend = mock.Mock(side_effect=missing)
@@ -290,6 +296,15 @@ def test_the_kernel_shares_one_kind_of_memory(
 ):
     for answer in ranks.run(select_with_memory, hosts, memories, num_ranks=2):
         assert re.search(said, answer)
+
+
+def select_over_hosts(group: dist.ProcessGroup) -> str:
+    return select_on_hosts(group, ["a", "b"], in_fp8=True)
+
+
+def test_the_kernel_over_hosts_refuses_fp8_on_every_rank(ranks: RankPool):
+    for answer in ranks.run(select_over_hosts, num_ranks=2):
+        assert answer.startswith("experts='fp8' on the kernel in an expert-parallel group over 2")
 
 
 @pytest.mark.parametrize("kind", ["kernel", "reference"])

@@ -73,6 +73,11 @@ class Attempts:
         said = str(own or "a rank was to receive more rows than its buffers hold: raise row_bound")
         return RowBoundError(f"{said} ({why})")
 
+    def raise_first(self) -> None:
+        """Raises the oldest error that was put off, if there is one."""
+        for error in self.errors:
+            raise error
+
     @property
     def has_overflown(self) -> bool:
         """Tells whether some rows had no room."""

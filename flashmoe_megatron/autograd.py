@@ -190,21 +190,8 @@ def apply(
     weights, backend = call.weights, call.backend
     if isinstance(weights, SplitWeights):
         weights.check(backend.config)
-    if isinstance(weights, AdaptedWeights) and (slots := backend.within.spare_slots):
-        raise ConfigError(
-            f"additions to experts' matrices with spare_slots={slots}, which compute other ranks' "
-            "experts: wanted 0"
-        )
-    if isinstance(weights, AdaptedWeights) and backend.host_slots:
-        raise ConfigError(
-            f"additions to experts' matrices with host_slots={backend.host_slots}, which compute "
-            "other hosts' experts: wanted 0"
-        )
-    if isinstance(weights, AdaptedWeights) and backend.hooks.expert is not None:
-        raise ConfigError(
-            "additions to experts' matrices with an expert of your own, "
-            f"{type(backend.hooks.expert).__name__}: wanted hooks.expert=None"
-        )
+    if isinstance(weights, AdaptedWeights):
+        _check_additions(backend)
     parameters = _tensors_of(weights) if torch.is_grad_enabled() else []
     if not parameters or not any(map(_requires_grad, (x, probs, *parameters))):
         assert call.routing_map is not None
@@ -440,6 +427,23 @@ def _trains_fc1(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
     if isinstance(weights, AdaptedWeights):
         return weights.trains_fc1(_wanted(ctx, weights))
     return any(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + num])
+
+
+def _check_additions(backend: Backend) -> None:
+    """Refuses additions to experts' matrices where others compute these experts.
+
+    Raises:
+        ConfigError: There are slots, or an expert of the user's own.
+    """
+    problem = None
+    if slots := backend.within.spare_slots:
+        problem = f"spare_slots={slots}, which compute other ranks' experts: wanted 0"
+    elif slots := backend.host_slots:
+        problem = f"host_slots={slots}, which compute other hosts' experts: wanted 0"
+    elif (expert := backend.hooks.expert) is not None:
+        problem = f"an expert of your own, {type(expert).__name__}: wanted hooks.expert=None"
+    if problem is not None:
+        raise ConfigError(f"additions to experts' matrices with {problem}")
 
 
 def _gives_rows(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:

@@ -123,7 +123,7 @@ def xmoe_logits(
 
 
 def routes_to(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Counts each expert among numbers of experts, of which -1 is none.
+    """Counts how often each expert is chosen; -1 stands for no choice.
 
     The host waits for nothing, as it would in ``torch.bincount``, so that a CUDA graph can have it.
     """

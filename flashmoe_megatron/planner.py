@@ -452,9 +452,12 @@ def choose_keep(keep: KeepOption, config: MoEConfig, *, reads_tokens: bool = Fal
     """
     if keep != "auto":
         return keep
-    reads_for_little = reads_tokens and config.fc1_rows <= MOST_READ_OUTPUTS
-    is_cheap = reads_for_little or fetch_cost(config) <= MOST_FETCH_COST
+    is_cheap = _reads_for_little(config, reads_tokens) or fetch_cost(config) <= MOST_FETCH_COST
     return "preactivations" if is_cheap else "all"
+
+
+def _reads_for_little(config: MoEConfig, reads_tokens: bool) -> bool:
+    return reads_tokens and config.fc1_rows <= MOST_READ_OUTPUTS
 
 
 def kept_bytes(config: MoEConfig, keep: Keep, *, element_bytes: int = 2) -> int:
@@ -480,7 +483,7 @@ def describe_choice(config: MoEConfig, *, reads_tokens: bool) -> str:
         reads_tokens: Whether the backend's backwards read tokens in place of rows.
     """
     chosen = choose_keep("auto", config, reads_tokens=reads_tokens)
-    if reads_tokens and config.fc1_rows <= MOST_READ_OUTPUTS:
+    if _reads_for_little(config, reads_tokens):
         return (
             f"keep auto is {chosen}: fc1 has {config.fc1_rows} outputs, and with at most "
             f"{MOST_READ_OUTPUTS} a backward on one GPU reads tokens in place of rows for little"

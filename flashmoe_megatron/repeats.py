@@ -1,7 +1,7 @@
 """Repeats a step of a training in which a rank received more rows than the bound."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flashmoe_megatron.attempts import ATTEMPTS, MOST_IN_A_ROW
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.saved import Saved
@@ -46,10 +47,9 @@ class Steps(ABC):
         with ATTEMPTS.open():
             result = step(*args, **kwargs)
             _find_faults()
-        (has_overflown,) = _agree(ATTEMPTS.has_overflown)
+        (has_overflown,) = agree(ATTEMPTS.has_overflown)
         if not has_overflown:
-            for error in ATTEMPTS.errors:
-                raise error
+            ATTEMPTS.raise_first()
             self._in_a_row = 0
             return result
         if self._in_a_row == MOST_IN_A_ROW:
@@ -62,11 +62,10 @@ class Steps(ABC):
         with ATTEMPTS.open(), ATTEMPTS.exact():
             result = step(*args, **kwargs)
             _find_faults()
-        most, has_overflown = _agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
+        most, has_overflown = agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
         if has_overflown:
             raise ATTEMPTS.final_error("the step has been repeated, but not with exact buffers")
-        for error in ATTEMPTS.errors:
-            raise error
+        ATTEMPTS.raise_first()
         ATTEMPTS.grow(most)
         self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
         return result
@@ -108,8 +107,8 @@ class RepeatedSteps(Steps):
             loss = steps.run(train_step, batch)  # forwards and backwards
             optimizer.step()
 
-    Layers need a ``row_bound``. All ranks of the job agree behind each step, for which the host
-    waits. The second time buffers are exact, and then bounds become a tenth more than what was
+    Layers need a ``row_bound``. After each step the host waits until all ranks of the job have
+    agreed. The second time buffers are exact, and then bounds become a tenth more than what was
     needed. Buffers of the model and the generators of Python, NumPy and torch are put back, so that
     the optimizer sees what it would see with a larger bound. What else a step changes, such as a
     sum of losses that are logged, belongs behind it. CUDA graphs that the program has captured of
@@ -177,7 +176,12 @@ def _find_faults() -> None:
     """Finds what launches have found that no call has raised. Not collective."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    for backend in living_backends():
+    raise_faults(living_backends())
+
+
+def raise_faults(backends: Iterable[Backend]) -> None:
+    """Raises what launches have found that no call has raised, or puts it off. Not collective."""
+    for backend in backends:
         try:
             backend.raise_pending_fault()
         except FlashMoEError as error:
@@ -185,8 +189,8 @@ def _find_faults() -> None:
                 raise
 
 
-def _agree(*values: int) -> list[int]:
-    """Returns the greatest values of all ranks of the job."""
+def agree(*values: int) -> list[int]:
+    """Returns the greatest values of all ranks of the job. Collective over them."""
     if not dist.is_initialized():
         return [int(value) for value in values]
     ranks = Ranks(dist.group.WORLD)

@@ -355,7 +355,7 @@ def check_over_hosts(options: BackendOptions, grid: HostGrid, *, is_kernel: bool
             problem = "of one rank, which has all of its host's experts: wanted 0"
         elif options.placement == "lookahead":
             problem = (
-                "with placement='lookahead', for which no tokens have crossed yet: wanted 'launch'"
+                "with placement='lookahead', which predicts before tokens cross: wanted 'launch'"
             )
         if problem is not None:
             raise ConfigError(

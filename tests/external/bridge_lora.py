@@ -149,7 +149,7 @@ GPU_OPTIONS = {
     name: LOCAL_OPTIONS[name]
     for name in ("bias_activation_fusion", "softmax_type", "window_size", "window_attn_skip_freq")
 }
-"""What differs from the training of ``bench_lora``, so that all products are plain ones."""
+"""Settings that differ from those of ``bench_lora``'s training: all products are plain ones."""
 
 
 def batch() -> dict[str, Any]:

@@ -22,7 +22,7 @@ TOLERANCES = {"losses": 1e-6, "grad_norms": 1e-6, "norms": 1e-6}
 
 
 def settings(folder: Path, arm: str) -> list[str]:
-    """What a user would write behind ms-swift's command; the dispatcher is its default."""
+    """Returns the arguments of ms-swift's command for a user; the dispatcher is its default."""
     given = {
         "model": folder / "model",
         "model_type": "qwen3_moe",

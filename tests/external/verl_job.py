@@ -27,7 +27,7 @@ TOLERANCES = {"losses": 1e-3, "grad_norms": 1e-2, "norms": 1e-2}
 
 
 def settings(folder: Path, arm: str) -> list[str]:
-    """What a user would write behind verl's command; nothing here names a dispatcher."""
+    """Returns the arguments that a user gives to verl's command; none names a dispatcher."""
     return [
         "engine=megatron",
         "optim=megatron",

@@ -6,7 +6,7 @@ torchrun on two processes, which share the experts. Rank 0 writes one JSON objec
 
 import argparse
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,26 @@ def alone() -> Iterator[Noted]:
                 yield f"{kind} {loop}", experts, losses
 
 
+def trained(model: Any, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
+    """Trains by plain steps; returns the losses of all ranks, one rank's after the other's.
+
+    Args:
+        model: Trained on this rank.
+        loss_of: The loss of a step, by its number.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, losses)
+    return list(chain(*everyone))
+
+
 def parallel() -> Iterator[Noted]:
     """Each kind with its experts on two ranks, which have other batches or share one."""
     from transformers import AutoModelForCausalLM
@@ -63,19 +83,13 @@ def parallel() -> Iterator[Noted]:
                 model = AutoModelForCausalLM.from_pretrained(
                     path, distributed_config=config, dtype=torch.float32
                 )
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                losses = []
-                for step in range(STEPS):
+
+                def of_words(step: int, model: Any = model, layout: Any = layout) -> torch.Tensor:
                     index = 2 * step + rank * ("fsdp_size" in layout)
                     batch = words[index]["input_ids"][None]
-                    loss = model(input_ids=batch, labels=batch).loss
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    losses.append(float(loss.detach()))
-                everyone: list[Any] = [None, None]
-                dist.all_gather_object(everyone, losses)
-                yield f"{kind} {'+'.join(layout)}", experts, list(chain(*everyone))
+                    return model(input_ids=batch, labels=batch).loss
+
+                yield f"{kind} {'+'.join(layout)}", experts, trained(model, of_words)
 
 
 def normed() -> Iterator[Noted]:
@@ -105,20 +119,14 @@ def normed() -> Iterator[Noted]:
         model = MuseSparkTextModel.from_pretrained(
             folder[0], distributed_config=layout, dtype=torch.float32
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for step in range(STEPS):
+
+        def of_rows(step: int, model: Any = model) -> torch.Tensor:
             drawn = torch.Generator().manual_seed(2 * step + dist.get_rank())
             rows = torch.randn(1, models.SEQUENCE, sizes["hidden_size"], generator=drawn)
             out = model(inputs_embeds=rows).last_hidden_state
-            loss = (out * torch.linspace(-1, 1, out.shape[-1])).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        everyone: list[Any] = [None, None]
-        dist.all_gather_object(everyone, losses)
-        yield "muse_spark fsdp_size", experts, list(chain(*everyone))
+            return (out * torch.linspace(-1, 1, out.shape[-1])).square().mean()
+
+        yield "muse_spark fsdp_size", experts, trained(model, of_rows)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import RoutingError
+from flashmoe_megatron.hooks import Call
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu.expected import Expected, Results, assert_as_good, expected, to_device
 from tests.gpu.virtual import VirtualLayer, device, streams
@@ -111,6 +112,32 @@ def step(
     """One forward and its backward."""
     forward = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)
     return backward(layer, inputs, weights, forward, grads)
+
+
+def guarded_step(
+    layer: VirtualLayer,
+    inputs: cases.Inputs,
+    weights: list[ExpertWeights],
+    grads: tuple[Grads, Grads],
+) -> Results:
+    """One forward and its backward, after which the guards of the layer's memory are whole."""
+    results = step(layer, inputs, weights, grads)
+    torch.cuda.synchronize()
+    layer.check_guards()
+    return results
+
+
+def rows_seen(layer: VirtualLayer) -> dict[int, torch.Tensor]:
+    """Has hooks after dispatch note each rank's rows, in float64; returns where they are noted."""
+    seen = {}
+    for rank, backend in enumerate(layer.backends):
+
+        def look(rows: torch.Tensor, call: Call, rank: int = rank) -> None:
+            if not call.is_probe:
+                seen[rank] = rows.double().clone()
+
+        backend.hooks.add("after", "dispatch", look)
+    return seen
 
 
 def spoil(layer: VirtualLayer, inputs: cases.Inputs, weights: list[ExpertWeights]) -> None:

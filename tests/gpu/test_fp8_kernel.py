@@ -13,7 +13,6 @@ from flashmoe_megatron import FlashMoELayer
 from flashmoe_megatron.blockwise import ROW, SQUARE, quantize, rounded
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.hooks import Call
 from flashmoe_megatron.low_rank import FactorGrads, Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
@@ -25,7 +24,7 @@ from tests.gpu.expected import Results
 from tests.gpu.test_batch_invariance import of_tokens
 from tests.gpu.virtual import VirtualLayer, device
 from tests.gpu.virtual_hosts import VirtualHosts
-from tests.unit import cases
+from tests.unit import cases, test_fp8
 from tests.unit.separate import Found, compare, oracle, run
 from tests.unit.test_fp8 import FURTHER, uneven_inputs
 
@@ -126,14 +125,8 @@ def test_tokens_travel_as_bytes_with_their_scales() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_hooks_see_what_rows_stand_for(num_ranks: int) -> None:
     config, inputs = make(num_ranks)
-    layer, seen = VirtualLayer(config), {}
-    for rank, backend in enumerate(layer.backends):
-
-        def look(rows: torch.Tensor, call: Call, rank: int = rank) -> None:
-            if not call.is_probe:
-                seen[rank] = rows.double().clone()
-
-        backend.hooks.add("after", "dispatch", look)
+    layer = VirtualLayer(config)
+    seen = steps.rows_seen(layer)
     weights = steps.weights_of(config, inputs)
     layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights, training=False)
     torch.cuda.synchronize()
@@ -257,8 +250,6 @@ def test_weights_are_quantized_bit_by_bit_at_each_pass() -> None:
 
 @pytest.mark.parametrize("change", ["step", "load", "write_data", "give_memory"])
 def test_no_quantized_weight_is_older_than_its_parameter(change: str) -> None:
-    from tests.unit import test_fp8
-
     config = replace(test_fp8.CONFIG, num_experts=4)
 
     def make_layer() -> FlashMoELayer:
@@ -276,16 +267,7 @@ def test_no_quantized_weight_is_older_than_its_parameter(change: str) -> None:
     else:
         getattr(test_fp8, change)(layer, x)
     other.load_state_dict({key: value.clone() for key, value in layer.state_dict().items()})
-    results = []
-    for one in (layer, other):
-        one.zero_grad()
-        inputs = x.clone().requires_grad_()
-        out = one(inputs)
-        out.backward(torch.ones_like(out))
-        results.append((out, inputs.grad, one.fc1.grad, one.fc2.grad))
-    assert not torch.equal(results[0][0], before)
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+    test_fp8.compare_steps(layer, other, x, before)
 
 
 def test_a_graph_quantizes_again_at_each_replay() -> None:

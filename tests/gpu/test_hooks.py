@@ -55,14 +55,9 @@ def test_rows_are_shown_behind_the_launch(
     """Each expert's segment has its tokens and, up to a whole block, zeros."""
     config = make_config(num_ranks, intermediate=intermediate)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
-    layer, seen = VirtualLayer(config), {}
-    for rank, backend in enumerate(layer.backends):
-
-        def look(rows: torch.Tensor, call: Call, rank: int = rank) -> None:
-            if not call.is_probe:
-                seen[rank] = rows.double().clone()
-
-        backend.hooks.add("after", "dispatch", look)
+    layer = VirtualLayer(config)
+    seen = steps.rows_seen(layer)
+    for backend in layer.backends:
         backend.hooks.add("before", "padding", lambda value, _: value)
     weights = steps.weights_of(config, inputs)
     layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights, training=training)

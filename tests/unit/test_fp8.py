@@ -315,6 +315,22 @@ def give_memory(layer: FlashMoELayer, x: torch.Tensor) -> None:
         parameter.data = parameter.data.flip(-1).contiguous()
 
 
+def compare_steps(
+    layer: FlashMoELayer, other: FlashMoELayer, x: torch.Tensor, before: torch.Tensor
+) -> None:
+    """Compares the bits of a step of two layers, whose outputs are no longer those of before."""
+    results = []
+    for one in (layer, other):
+        one.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out = one(inputs)
+        out.backward(torch.ones_like(out))
+        results.append((out, inputs.grad, one.fc1.grad, one.fc2.grad))
+    assert not torch.equal(results[0][0], before)
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("change", [step, load, write_data, give_memory], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_quantized_weight_is_older_than_its_parameter(
@@ -327,16 +343,7 @@ def test_no_quantized_weight_is_older_than_its_parameter(
     change(layer, x)
     other = FlashMoELayer(CONFIG, device="cpu", dtype=torch.bfloat16, router=True, backend=name)
     other.load_state_dict({key: value.clone() for key, value in layer.state_dict().items()})
-    results = []
-    for one in (layer, other):
-        one.zero_grad()
-        inputs = x.clone().requires_grad_()
-        out = one(inputs)
-        out.backward(torch.ones_like(out))
-        results.append((out, inputs.grad, one.fc1.grad, one.fc2.grad))
-    assert not torch.equal(results[0][0], before)
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+    compare_steps(layer, other, x, before)
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,8 @@ def measure_beside(
     """
     found = {}
     for other in list(names):
-        try:
-            layer = BESIDE[other](problem)
-        except ImportError as error:
-            names.remove(other)
-            log(f"{other} is left out: {error}")
+        layer = common.made_if_installed(other, names, partial(BESIDE[other], problem))
+        if layer is None:
             continue
         pass_gate(f"{name} {other}", relative_errors(problem, layer.results()))
         calls = (without_grad(layer), layer.forward_and_backward)

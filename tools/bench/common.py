@@ -9,9 +9,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from flashmoe_megatron.bench.machine import machine_here
 from flashmoe_megatron.bench.timer import Timer
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.measured.start import join
+
+Made = TypeVar("Made")
 
 ROOT = Path(__file__).parents[2]
 CUBLAS_SIZE = 8192
@@ -171,6 +173,16 @@ def log(*values: object) -> None:
     """Prints on rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(*values, flush=True)
+
+
+def made_if_installed(name: str, names: list[str], make: Callable[[], Made]) -> Made | None:
+    """Makes a layer, or removes its name from ``names`` with a line if its packages are absent."""
+    try:
+        return make()
+    except ImportError as error:
+        names.remove(name)
+        log(f"{name} is left out: {error}")
+        return None
 
 
 def join_group() -> int:

@@ -117,11 +117,8 @@ def measure(name: str, shape: Shape, names: list[str], record: Record) -> bool:
     is_whole = True
     for kind in list(names):
         problem = make_problem(shape, num_ranks)
-        try:
-            layer = LAYERS[kind](problem)
-        except ImportError as error:
-            names.remove(kind)
-            log(f"{kind} is left out: {error}")
+        layer = common.made_if_installed(kind, names, partial(LAYERS[kind], problem))
+        if layer is None:
             continue
         pass_gate(f"{name}, {kind}", relative_errors(problem, layer.results()))
         for passes, call in (("forward", layer), ("both", layer.forward_and_backward)):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import repeats
 from flashmoe_megatron.adapters.megatron.config.asked import ROW_BOUND, is_megakernel, is_set
 from flashmoe_megatron.adapters.megatron.dispatcher import is_ours
 from flashmoe_megatron.adapters.megatron.repeat.batches import (
@@ -42,7 +43,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 from flashmoe_megatron.adapters.metrics import Figures
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.attempts import ATTEMPTS, MOST_IN_A_ROW
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, RowBoundError
+from flashmoe_megatron.errors import ConfigError, RowBoundError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.ranks import Ranks
 
@@ -145,8 +146,7 @@ class Iterations:
         problem = problem or problem_of(kept)
         has_overflown, cannot_repeat = self._agree(ATTEMPTS.has_overflown, problem is not None)
         if not has_overflown:
-            for error in ATTEMPTS.errors:
-                raise error
+            ATTEMPTS.raise_first()
             self._in_a_row = 0
             for give in verdicts:
                 give()
@@ -177,17 +177,14 @@ class Iterations:
 
     def _agree(self, *values: int) -> list[int]:
         """Returns the greatest values of all ranks; tells once how long that takes."""
-        ranks = Ranks(dist.group.WORLD)
-        device = torch.empty(0, device=torch.cuda.current_device()).device
         began = time.perf_counter()
-        with ranks.bounded:
-            agreed = ranks.most(torch.tensor(values, device=device)).tolist()
+        agreed = repeats.agree(*values)
         if self.num_watched == 2:  # the first one makes connections
             say_once(
                 "an iteration with more rows than the row bound allows is repeated; all ranks "
                 f"agree on that after each, {1e3 * (time.perf_counter() - began):.2f} ms just now"
             )
-        return list(agreed)
+        return agreed
 
 
 class _Model:
@@ -286,12 +283,7 @@ def _exact_buffers() -> Iterator[None]:
 
 def raise_faults() -> None:
     """Raises what launches have found that no call has raised, or puts it off. Not collective."""
-    for routed in live_experts():
-        try:
-            routed.backend.raise_pending_fault()
-        except FlashMoEError as error:
-            if not ATTEMPTS.put_off(error):
-                raise
+    repeats.raise_faults(routed.backend for routed in live_experts())
 
 
 def patch_schedules(schedules: ModuleType) -> None:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 from flashmoe_megatron.errors import FlashMoEError, RoutingError, RowBoundError
 
-MOST_IN_A_ROW = 10
-"""The most consecutive steps that are repeated; an overflow in the next is an error."""
 ROOM = 1.1
 """Buffers hold so many times what the fullest rank and layer needed with exact buffers."""
 

@@ -1,31 +1,109 @@
 """Repeats a step of a training in which a rank received more rows than the bound."""
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashmoe_megatron.attempts import ATTEMPTS, MOST_IN_A_ROW
-from flashmoe_megatron.call import Backend
-from flashmoe_megatron.errors import ConfigError, FlashMoEError
+from flashmoe_megatron.attempts import ATTEMPTS
+from flashmoe_megatron.errors import ConfigError, FlashMoEError, RowBoundError
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.saved import Saved
 from flashmoe_megatron.select import living_backends
 
+MOST_IN_A_ROW = 10
+"""The most consecutive steps that are repeated; an overflow in the next is an error."""
 
-class Steps(ABC):
-    """Runs the steps of a training loop, each a second time if its rows did not fit.
+
+class Repeats:
+    """Runs steps of a training, each a second time if its rows did not fit.
+
+    Args:
+        kind: What errors call a step.
+        option: What errors call the option ``row_bound``.
 
     Attributes:
         num_repeats: Steps that were repeated so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str, option: str) -> None:
         self.num_repeats = 0
+        self._kind = kind
+        self._option = option
         self._in_a_row = 0
+
+    def _run_twice_at_most(
+        self,
+        first: Callable[[], Any],
+        again: Callable[[], Any],
+        saved: Saved,
+        find_problem: Callable[[], str | None] = lambda: None,
+    ) -> Any:
+        """Returns what the step returns. Collective over all ranks of the job.
+
+        Args:
+            first: Runs the step.
+            again: Drops what the first attempt has left, and runs the step with exact buffers.
+            saved: What the step changes besides gradients, to be put back before ``again``.
+            find_problem: Returns why the step that has run cannot be repeated, ``None`` if it can.
+        """
+        with ATTEMPTS.open():
+            result = first()
+            _find_faults()
+        problem = find_problem()
+        has_overflown, cannot_repeat = self._agree(ATTEMPTS.has_overflown, problem is not None)
+        if not has_overflown:
+            ATTEMPTS.raise_first()
+            self._in_a_row = 0
+            return result
+        if cannot_repeat:
+            raise ATTEMPTS.final_error(problem or f"another rank cannot repeat the {self._kind}")
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise ATTEMPTS.final_error(
+                f"the {MOST_IN_A_ROW} {self._kind}s before have been repeated already"
+            )
+        del result
+        saved.restore()
+        with ATTEMPTS.open(), self._exact("is repeated"):
+            result = again()
+            _find_faults()
+        most, has_overflown = self._agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
+        if has_overflown:
+            raise ATTEMPTS.final_error(
+                f"the {self._kind} has been repeated, but not with exact buffers"
+            )
+        ATTEMPTS.raise_first()
+        ATTEMPTS.grow(most)
+        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
+        return result
+
+    def _agree(self, *values: int) -> list[int]:
+        """Returns the greatest values of all ranks of the job. Collective over them."""
+        return agree(*values)
+
+    @contextlib.contextmanager
+    def _exact(self, how: str) -> Iterator[None]:
+        """Makes buffers exact in its body, which says ``how`` a step runs with them."""
+        try:
+            with ATTEMPTS.exact():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise RowBoundError(
+                f"the {self._kind} {how} with exact buffers for its rows, which do not fit: give "
+                f"{self._option} a number that holds from the start, or make micro-batches "
+                f"smaller: {error}"
+            ) from error
+
+
+class Steps(Repeats, ABC):
+    """The steps of a training loop of a program's own."""
+
+    def __init__(self) -> None:
+        super().__init__("step", "row_bound")
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns what a step returns. Collective over all ranks of the job.
@@ -34,7 +112,8 @@ class Steps(ABC):
 
         Raises:
             ConfigError: Experts are on several hosts, or a gradient that is to be dropped is left.
-            RowBoundError: Ten steps in a row did not fit, or a repeated one did not.
+            RowBoundError: Ten steps in a row did not fit, or a repeated one did not, or its exact
+                buffers do not.
             FlashMoEError: Another error that layers have put off.
         """
         if any(backend.within is not backend for backend in living_backends()):
@@ -42,33 +121,16 @@ class Steps(ABC):
                 "steps of experts over several hosts cannot be repeated: wanted expert-parallel "
                 "groups of one host, or a loop without RepeatedSteps"
             )
+
+        def again() -> Any:
+            self._check()
+            self._drop_gradients()
+            self._refuse_left()
+            return step(*args, **kwargs)
+
         saved = self._save()
         self._drop_gradients()
-        with ATTEMPTS.open():
-            result = step(*args, **kwargs)
-            _find_faults()
-        (has_overflown,) = agree(ATTEMPTS.has_overflown)
-        if not has_overflown:
-            ATTEMPTS.raise_first()
-            self._in_a_row = 0
-            return result
-        if self._in_a_row == MOST_IN_A_ROW:
-            raise ATTEMPTS.final_error(f"the {MOST_IN_A_ROW} steps before have been repeated")
-        del result
-        saved.restore()
-        self._check()
-        self._drop_gradients()
-        self._refuse_left()
-        with ATTEMPTS.open(), ATTEMPTS.exact():
-            result = step(*args, **kwargs)
-            _find_faults()
-        most, has_overflown = agree(ATTEMPTS.most, ATTEMPTS.has_overflown)
-        if has_overflown:
-            raise ATTEMPTS.final_error("the step has been repeated, but not with exact buffers")
-        ATTEMPTS.raise_first()
-        ATTEMPTS.grow(most)
-        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
-        return result
+        return self._run_twice_at_most(lambda: step(*args, **kwargs), again, saved)
 
     @property
     @abstractmethod
@@ -176,12 +238,12 @@ def _find_faults() -> None:
     """Finds what launches have found that no call has raised. Not collective."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    raise_faults(living_backends())
+    raise_faults()
 
 
-def raise_faults(backends: Iterable[Backend]) -> None:
+def raise_faults() -> None:
     """Raises what launches have found that no call has raised, or puts it off. Not collective."""
-    for backend in backends:
+    for backend in living_backends():
         try:
             backend.raise_pending_fault()
         except FlashMoEError as error:

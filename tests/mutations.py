@@ -100,14 +100,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a repeat of an iteration adds to gradients of the one before",
-        "Iterations._run",
+        "Iterations._run.again",
         "model.zero_gradients()",
         "pass",
         "tests/megatron/test_repeat.py::test_every_tensor_is_that_of_a_larger_bound[inputs]",
     ),
     Mutation(
         "what an iteration has changed stays in its repeat",
-        "Iterations._run",
+        "Repeats._run_twice_at_most",
         "saved.restore()",
         "pass",
         "tests/megatron/test_repeat.py::test_every_tensor_is_that_of_a_larger_bound[inputs]",

@@ -96,7 +96,7 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    from flashmoe_megatron import attempts
+    from flashmoe_megatron import attempts, repeats
     from flashmoe_megatron.adapters.megatron.repeat import iteration
 
     harness.forget_metrics()
@@ -165,9 +165,10 @@ def train(group: dist.ProcessGroup, case: Case) -> Trained:
         )
         losses.extend(float(one["loss"]) for one in reduced)
 
-    limit = case.most_in_a_row or iteration.MOST_IN_A_ROW
+    limit = case.most_in_a_row or repeats.MOST_IN_A_ROW
     with (
-        mock.patch.multiple(iteration, MOST_IN_A_ROW=limit, MEASURED=case.measured),
+        mock.patch.object(repeats, "MOST_IN_A_ROW", limit),
+        mock.patch.object(iteration, "MEASURED", case.measured),
         mock.patch.object(attempts, "ROOM", case.room),
     ):
         for step in range(case.steps):

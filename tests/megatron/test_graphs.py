@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from flashmoe_megatron import repeats
 from flashmoe_megatron.adapters.megatron import schedule
-from flashmoe_megatron.adapters.megatron.repeat import iteration
 from flashmoe_megatron.errors import RowBoundError
 from flashmoe_megatron.kernel.captured import Captured
 from tests.distributed import RankPool
@@ -105,10 +105,8 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
     backend = SimpleNamespace(
         raise_pending_fault=raise_pending_fault, config=SimpleNamespace(num_ranks=1)
     )
-    for module_with_experts in (schedule, iteration):
-        monkeypatch.setattr(
-            module_with_experts, "live_experts", lambda: [SimpleNamespace(backend=backend)]
-        )
+    monkeypatch.setattr(schedule, "live_experts", lambda: [SimpleNamespace(backend=backend)])
+    monkeypatch.setattr(repeats, "living_backends", lambda: [backend])
     step = FullCudaGraphWrapper()
     assert step() == "reduced losses"
     with pytest.raises(RowBoundError, match="during"):
@@ -142,8 +140,8 @@ def test_graphs_of_a_group_that_is_destroyed_are_captured_again() -> None:
     schedule.patch_full_graph(module)
     heap, other = Captured(), Captured()
     with pytest.MonkeyPatch.context() as patch:
-        for module_with_experts in (schedule, iteration):
-            patch.setattr(module_with_experts, "live_experts", list)
+        patch.setattr(schedule, "live_experts", list)
+        patch.setattr(repeats, "living_backends", list)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         FullCudaGraphWrapper()()
         other.note_launch()  # in a graph of the user's

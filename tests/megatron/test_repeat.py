@@ -418,8 +418,8 @@ def without_memory(group: dist.ProcessGroup) -> str:
 
 def test_exact_buffers_that_do_not_fit_are_an_error(two_ranks: RankPool) -> None:
     for said in two_ranks.run(without_memory):
-        assert said.startswith("RowBoundError: an iteration is repeated with exact buffers")
-        assert "pass a number for --flashmoe-row-bound" in said
+        assert said.startswith("RowBoundError: the iteration is repeated with exact buffers")
+        assert "give --flashmoe-row-bound a number that holds from the start" in said
         assert said.endswith("make micro-batches smaller: tried to allocate 9 GiB")
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flashmoe_megatron import FlashMoELayer, MoEConfig, RepeatedSteps, attempts, repeats
-from flashmoe_megatron.errors import ConfigError, RowBoundError
+from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
 from tests.distributed import RankError, run_ranks
 
 TOKENS, WIDTH, STEPS = 512, 64, 5
@@ -134,7 +134,7 @@ def fail_in_a_row(group: dist.ProcessGroup) -> str:
 
 def test_repeats_in_a_row_end_on_every_rank() -> None:
     for said in run_ranks(fail_in_a_row, 2):
-        assert "the 1 steps before have been repeated" in said
+        assert "the 1 steps before have been repeated already" in said
 
 
 def die_in_a_repeat(group: dist.ProcessGroup) -> None:
@@ -193,3 +193,30 @@ def test_a_gradient_that_is_left_ends_before_a_repeat() -> None:
     steps = RepeatedSteps(model, model.zero_grad)
     steps.run(overflow, model)
     assert steps.num_repeats == 1
+
+
+def test_an_error_of_a_repeat_is_raised_behind_it() -> None:
+    """All ranks end the step together, also those whose groups have no error."""
+    ends: list[bool] = []
+
+    def step() -> None:
+        is_repeat = attempts.ATTEMPTS.is_exact
+        attempts.ATTEMPTS.put_off(RoutingError("NaN") if is_repeat else RowBoundError("too many"))
+        ends.append(is_repeat)
+
+    model = nn.Linear(2, 2)
+    steps = RepeatedSteps(model, model.zero_grad)
+    with pytest.raises(RoutingError, match="NaN"):
+        steps.run(step)
+    assert (ends, steps.num_repeats) == ([False, True], 0)
+
+
+def test_exact_buffers_that_do_not_fit_are_an_error() -> None:
+    def step() -> None:
+        if attempts.ATTEMPTS.is_exact:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        attempts.ATTEMPTS.put_off(RowBoundError("too many"))
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(RowBoundError, match=r"do not fit: give row_bound a number .* 9 GiB"):
+        RepeatedSteps(model, model.zero_grad).run(step)

@@ -20,7 +20,7 @@ import torch
 
 from flashmoe_megatron.adapters.forwards import with_all_below
 from flashmoe_megatron.adapters.megatron.dispatcher import FIELD, is_ours, showing
-from flashmoe_megatron.adapters.megatron.repeat.iteration import ITERATIONS, raise_faults
+from flashmoe_megatron.adapters.megatron.repeat.iteration import ITERATIONS
 from flashmoe_megatron.adapters.megatron.routed import live_experts
 from flashmoe_megatron.adapters.megatron.settings import STOCK_DISPATCHER_TYPE
 from flashmoe_megatron.adapters.megatron.shape import ROUTED
@@ -28,6 +28,7 @@ from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel.captured import Drop, dropped_by
+from flashmoe_megatron.repeats import raise_faults
 
 _FREES = "should_free_input"
 """Megatron's answer to whether a node frees its inputs; its module depends on the release."""

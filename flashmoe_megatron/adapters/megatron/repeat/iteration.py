@@ -8,7 +8,6 @@ iteration has changed is put back, and it runs again without a bound, outside of
 A bound that is to be measured begins with iterations that run so at once.
 """
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from flashmoe_megatron.adapters.megatron.repeat.state import Changing
 from flashmoe_megatron.adapters.megatron.repeat.verdicts import hold_verdicts
 from flashmoe_megatron.adapters.megatron.routed import (
     built_experts,
-    live_experts,
     say,
     say_once,
 )
@@ -40,10 +38,9 @@ from flashmoe_megatron.adapters.megatron.settings import (
     flag_of,
     megatron_args,
 )
-from flashmoe_megatron.adapters.metrics import Figures
 from flashmoe_megatron.adapters.patch import Function, patch
-from flashmoe_megatron.attempts import ATTEMPTS, MOST_IN_A_ROW
-from flashmoe_megatron.errors import ConfigError, RowBoundError
+from flashmoe_megatron.attempts import ATTEMPTS
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import HostsBackend
 from flashmoe_megatron.ranks import Ranks
 
@@ -63,7 +60,7 @@ Call = Callable[..., Any]
 Leave = Callable[[], object]
 
 
-class Iterations:
+class Iterations(repeats.Repeats):
     """The iterations of this process.
 
     Attributes:
@@ -72,9 +69,9 @@ class Iterations:
     """
 
     def __init__(self) -> None:
-        self.num_watched = self.num_repeats = 0
+        super().__init__("iteration", flag_of("row_bound"))
+        self.num_watched = 0
         self._is_within = False
-        self._in_a_row = 0
         self._measured: list[int] = []
 
     def run(self, call: Call, arguments: dict[str, Any], leave_graphs: Leave) -> Any:
@@ -112,7 +109,7 @@ class Iterations:
     ) -> Any:
         """Runs an iteration with exact buffers; the last such iteration sets the bound."""
         leave_graphs()
-        with _exact_buffers():
+        with self._exact("starts"):
             result = call(**arguments)
         if not arguments.get("forward_only"):
             model.note_gradients()
@@ -132,53 +129,45 @@ class Iterations:
         self, model: "_Model", call: Call, arguments: dict[str, Any], leave_graphs: Leave
     ) -> Any:
         self.num_watched += 1
+        before, began = self.num_repeats, 0.0
         problem = model.problem(arguments)
         is_training = not arguments.get("forward_only")
         if is_training:
             model.note_gradients()
         batches = arguments.get("data_iterator")
         kept = keep_batches(batches) if is_kept(batches) else batches
-        saved = model.changing.save()
-        with hold_verdicts() as verdicts, ATTEMPTS.open():
-            result = call(**{**arguments, "data_iterator": kept})
-            torch.cuda.synchronize()
-            raise_faults()
-        problem = problem or problem_of(kept)
-        has_overflown, cannot_repeat = self._agree(ATTEMPTS.has_overflown, problem is not None)
-        if not has_overflown:
-            ATTEMPTS.raise_first()
-            self._in_a_row = 0
-            for give in verdicts:
-                give()
-            return result
-        if cannot_repeat or self._in_a_row == MOST_IN_A_ROW:
-            row = f"the {MOST_IN_A_ROW} iterations before have been repeated already"
-            why = problem or "another rank cannot repeat the iteration"
-            raise ATTEMPTS.final_error(why if cannot_repeat else row)
-        del result
-        began = time.perf_counter()
-        saved.restore()
-        Figures.forget_records()
-        leave_graphs()
-        if is_training:
-            model.zero_gradients()
-        with _exact_buffers():
-            result = call(**{**arguments, "data_iterator": kept_again(kept)})
-        (most,) = self._agree(ATTEMPTS.most)
-        ATTEMPTS.grow(most)
-        self.num_repeats, self._in_a_row = self.num_repeats + 1, self._in_a_row + 1
-        say(
-            f"repeated {'an iteration' if is_training else 'a batch of evaluation'} with exact "
-            f"buffers, since a rank received more rows than the row bound allows; buffers hold "
-            f"{ATTEMPTS.blocks} blocks of 128 rows from now on (repeat {self.num_repeats}, "
-            f"{time.perf_counter() - began:.2f} s)"
-        )
+
+        def again() -> Any:
+            nonlocal began
+            began = time.perf_counter()
+            verdicts.clear()
+            leave_graphs()
+            if is_training:
+                model.zero_gradients()
+            return call(**{**arguments, "data_iterator": kept_again(kept)})
+
+        with hold_verdicts() as verdicts:
+            result = self._run_twice_at_most(
+                lambda: call(**{**arguments, "data_iterator": kept}),
+                again,
+                model.changing.save(),
+                lambda: problem or problem_of(kept),
+            )
+        for give in verdicts:
+            give()
+        if self.num_repeats > before:
+            say(
+                f"repeated {'an iteration' if is_training else 'a batch of evaluation'} with exact "
+                "buffers, since a rank received more rows than the row bound allows; buffers hold "
+                f"{ATTEMPTS.blocks} blocks of 128 rows from now on (repeat {self.num_repeats}, "
+                f"{time.perf_counter() - began:.2f} s)"
+            )
         return result
 
     def _agree(self, *values: int) -> list[int]:
-        """Returns the greatest values of all ranks; tells once how long that takes."""
+        """Tells once how long agreeing takes."""
         began = time.perf_counter()
-        agreed = repeats.agree(*values)
+        agreed = super()._agree(*values)
         if self.num_watched == 2:  # the first one makes connections
             say_once(
                 "an iteration with more rows than the row bound allows is repeated; all ranks "
@@ -265,25 +254,6 @@ class _Model:
 
 ITERATIONS = Iterations()
 """The iterations of this process."""
-
-
-@contextlib.contextmanager
-def _exact_buffers() -> Iterator[None]:
-    try:
-        with ATTEMPTS.exact():
-            yield
-    except torch.OutOfMemoryError as error:
-        begun = "starts" if _is_measured() and not ATTEMPTS.blocks else "is repeated"
-        raise RowBoundError(
-            f"an iteration {begun} with exact buffers for its rows, which do not fit: pass a "
-            f"number for {flag_of('row_bound')} that holds from the start, or make micro-batches "
-            f"smaller: {error}"
-        ) from error
-
-
-def raise_faults() -> None:
-    """Raises what launches have found that no call has raised, or puts it off. Not collective."""
-    repeats.raise_faults(routed.backend for routed in live_experts())
 
 
 def patch_schedules(schedules: ModuleType) -> None:

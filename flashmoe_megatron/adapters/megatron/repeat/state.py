@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron.adapters.megatron.routed import built_experts
+from flashmoe_megatron.adapters.metrics import Figures
 from flashmoe_megatron.saved import Saved, Table, save_tracker
 
 _QK_MAXIMA = "current_max_attn_logits"
@@ -51,7 +52,7 @@ class Changing:
             *((vars(replay), None) for replay in _replays()),
         ]
         present = [one for one in buffers if one is not None]
-        return Saved(present, tables, [_save_tracker])
+        return Saved(present, tables, [_save_tracker, lambda: Figures.forget_records])
 
 
 def _save_tracker() -> Callable[[], None]:

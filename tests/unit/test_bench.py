@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,7 @@ def test_a_library_that_computes_wrongly_gives_no_times(
     monkeypatch, kind: type[FusedLayer], is_zero: bool
 ):
     use_on_processor(monkeypatch, compare_libraries, kind)
+    monkeypatch.setattr(compare_libraries, "replayed", lambda call: call)
     monkeypatch.setenv("FLASHMOE_LIBRARY", "")  # which ``work`` sets in a process of its own
     orders, theirs = multiprocessing.Pipe()
     orders.send(("paper-1k", SMALL, is_zero))
@@ -284,6 +287,36 @@ def test_a_library_that_computes_wrongly_gives_no_times(
         turn = orders.recv()
         assert turn.times_ms.keys() == set(compare_libraries.PASSES)
         assert turn.bits.keys() == {"out", "grad_x", "grad_probs", "grad_fc1", "grad_fc2"}
+
+
+class LayerOfCalls:
+    """Stands for a layer: notes its calls, and whether they want gradients."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __call__(self) -> None:
+        self.calls.append("training" if torch.is_grad_enabled() else "evaluation")
+
+    def forward_and_backward(self) -> None:
+        self.calls.append("both")
+
+
+def test_turns_replay_passes_that_ran_before_they_were_captured(monkeypatch):
+    layer = LayerOfCalls()
+
+    def captured(call: Callable[[], object]) -> Callable[[], object]:
+        layer.calls.append("capture")
+        call()
+        return partial(layer.calls.append, "replay")
+
+    monkeypatch.setattr(compare_libraries, "replayed", captured)
+    graphs = compare_libraries.graphs_of(layer)
+    seen = ["evaluation", "both", "capture", "evaluation", "capture", "both"]
+    assert (layer.calls, list(graphs)) == (seen, list(compare_libraries.PASSES))
+    for graph in graphs.values():
+        graph()
+    assert layer.calls == [*seen, "replay", "replay"]
 
 
 def test_a_result_with_one_other_bit_is_named():

@@ -208,7 +208,7 @@ def _make_backend(
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if chosen_options.combine == "routes" or chosen_options.host_slots:
         check_combine(config, chosen_options, grid, chosen, is_alone=group is None)
-    check_fp8_within_a_host(config, chosen_options, grid, chosen)
+    check_fp8_by_route(config, chosen_options, chosen)
     if chosen_options.rank_invariant and grid.num_hosts > 1:
         raise ConfigError(
             f"rank_invariant=True in an expert-parallel group over {grid.num_hosts} hosts, which "
@@ -310,29 +310,16 @@ def check_combine(
         raise ConfigError(f"host_slots={slots} with {problem}")
 
 
-def check_fp8_within_a_host(
-    config: MoEConfig, options: BackendOptions, grid: HostGrid, kind: Kind
-) -> None:
-    """Refuses experts in FP8 on the kernel where no GPU has run them.
+def check_fp8_by_route(config: MoEConfig, options: BackendOptions, kind: Kind) -> None:
+    """Refuses experts in FP8 on the kernel with results by route, which no GPU has run.
 
     Raises:
-        ConfigError: The group lies over several hosts, or results travel by route.
+        ConfigError: Results travel by route.
     """
-    if config.experts != "fp8" or kind != "kernel":
-        return
-    problem = None
-    if grid.num_hosts > 1:
-        problem = (
-            f"in an expert-parallel group over {grid.num_hosts} hosts",
-            "the backend 'scheduled'",
-        )
-    elif options.combine == "routes":
-        problem = "with combine='routes'", "'shares'"
-    if problem is not None:
-        where, way_out = problem
+    if config.experts == "fp8" and kind == "kernel" and options.combine == "routes":
         raise ConfigError(
-            f"experts='fp8' on the kernel {where}, which no GPU has run yet: wanted {way_out}, or "
-            "experts='bf16'"
+            "experts='fp8' on the kernel with combine='routes', which no GPU has run yet: wanted "
+            "'shares', or experts='bf16'"
         )
 
 

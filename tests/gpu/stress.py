@@ -62,6 +62,12 @@ NAN_EVERY = 8  # steps on NaN among them
 EVALUATION_EVERY = 6  # forwards that keep nothing
 CHECK_EVERY = 40  # steps between two looks at the differences
 MAX_TOKENS = 320
+FEWEST_ACTIVATIONS = 4096
+"""Fewer of them in FP8 may give results further from the oracle's than a tolerance of many allows.
+
+One that is rounded to its other side moves by a tenth, which is up to 0.5 / sqrt(n) of a gradient
+that comes from n of them.
+"""
 ROUTINGS: tuple[cases.Routing, ...] = (
     cases.uniform,
     cases.uniform,
@@ -338,12 +344,25 @@ def check_first(scenario: Scenario, got: list[Values], rank: int | None = None) 
 
 
 def check_first_in_fp8(scenario: Scenario, found: Results, rank: int | None) -> None:
-    """Compares with products of operands that the package rounds, which is fast on a GPU."""
+    """Compares with products of operands that the package rounds, which is fast on a GPU.
+
+    Few tokens, and experts with few rows, are left to the comparison of bits.
+    """
+    config, routed = scenario.config, torch.cat(scenario.inputs.routing_map)
+    tokens = len(routed) if rank is None else len(scenario.inputs.x[rank])
+    if tokens * config.intermediate < FEWEST_ACTIVATIONS:
+        return
+    rows = routed.sum(0)
     by_torch = partial(rounded, dtype=torch.float64)
-    wants = oracle(scenario.config, scenario.inputs, rounded=by_torch)
-    wants = wants if rank is None else [wants[rank]]
+    wants = oracle(config, scenario.inputs, rounded=by_torch)
+    if rank is not None:
+        wants = [wants[rank]]
+        rows = rows.view(config.num_ranks, -1)[rank]
     joined = {name: torch.cat([want[name] for want in wants]) for name in wants[0]}
     got = {name.replace("_", " "): value for name, value in vars(found).items()}
+    settled = (rows == 0) | (rows * config.intermediate >= FEWEST_ACTIVATIONS)
+    for values in (joined, got):
+        values |= {name: values[name][settled] for name in values if name.startswith("grad fc")}
     compare(got, joined, torch.bfloat16, times=FURTHER)
 
 

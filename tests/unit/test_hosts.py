@@ -29,7 +29,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import (
     check_combine,
-    check_fp8_within_a_host,
+    check_fp8_by_route,
     check_over_hosts,
     select_backend,
 )
@@ -623,19 +623,17 @@ def test_where_no_row_can_travel_for_each_route():
     check_combine(CONFIG, most, grid, "kernel", is_alone=False)
 
 
-def test_fp8_on_the_kernel_stays_within_a_host():
+def test_fp8_on_the_kernel_has_no_results_by_route():
     wide = replace(CONFIG, hidden=128, intermediate=128, experts="fp8")
-    one_host, two = HostGrid(1, 4, 0), HostGrid(2, 2, 0)
     by_route = BackendOptions(combine="routes")
-    for options, grid, said in (
-        (BackendOptions(), two, "over 2 hosts, .* wanted the backend 'scheduled', or experts='bf1"),
-        (by_route, one_host, "with combine='routes', .* wanted 'shares', or experts='bf16'"),
-    ):
-        with pytest.raises(ConfigError, match=f"experts='fp8' on the kernel .*{said}"):
-            check_fp8_within_a_host(wide, options, grid, "kernel")
-        check_fp8_within_a_host(wide, options, grid, "reference")
-        check_fp8_within_a_host(CONFIG, options, grid, "kernel")
-    check_fp8_within_a_host(wide, BackendOptions(), one_host, "kernel")
+    said = (
+        "experts='fp8' on the kernel with combine='routes', .* wanted 'shares', or experts='bf16'"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check_fp8_by_route(wide, by_route, "kernel")
+    check_fp8_by_route(wide, by_route, "reference")
+    check_fp8_by_route(CONFIG, by_route, "kernel")
+    check_fp8_by_route(wide, BackendOptions(), "kernel")
 
 
 def test_each_host_takes_what_most_of_its_own_routes_choose():

@@ -298,13 +298,17 @@ def test_the_kernel_shares_one_kind_of_memory(
         assert re.search(said, answer)
 
 
-def select_over_hosts(group: dist.ProcessGroup) -> str:
-    return select_on_hosts(group, ["a", "b"], in_fp8=True)
+def select_over_hosts(group: dist.ProcessGroup) -> list[str]:
+    return [
+        select_on_hosts(group, ["a", "b"], in_fp8=True, **options)
+        for options in ({}, {"combine": "routes"})
+    ]
 
 
-def test_the_kernel_over_hosts_refuses_fp8_on_every_rank(ranks: RankPool):
-    for answer in ranks.run(select_over_hosts, num_ranks=2):
-        assert answer.startswith("experts='fp8' on the kernel in an expert-parallel group over 2")
+def test_the_kernel_over_hosts_computes_fp8_but_not_by_route(ranks: RankPool):
+    for plain, by_route in ranks.run(select_over_hosts, num_ranks=2):
+        assert plain == "selected"
+        assert by_route.startswith("experts='fp8' on the kernel with combine='routes', which no")
 
 
 @pytest.mark.parametrize("kind", ["kernel", "reference"])

@@ -608,6 +608,9 @@ class _OwnBuffers:
         return self._grads.grads()
 
 
+_JOINED = (SplitWeights, WrappedWeights, AdaptedWeights)
+
+
 def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> ExpertWeights:
     if isinstance(weights, SplitWeights) and backend.takes_split:
         return weights.apart()
@@ -616,7 +619,7 @@ def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> Expert
             f"{type(backend).__name__} wants gate and up projections as one matrix: give them as "
             "SplitWeights, which it joins"
         )
-    if isinstance(weights, SplitWeights | WrappedWeights | AdaptedWeights):
+    if isinstance(weights, _JOINED):
         return weights.join()
     return weights
 

@@ -174,11 +174,12 @@ class Hooks:
 
     def __bool__(self) -> bool:
         """Returns whether there is any hook, or a part of the layer's is replaced."""
-        return any(self._hooks.values()) or self._order is not None or self._expert is not None
+        has_parts = self._order is not None or self._expert is not None
+        return has_parts or (bool(self._hooks) and any(self._hooks.values()))
 
     def has(self, *stages: Stage) -> bool:
         """Returns whether any of these stages has a hook."""
-        return any(map(self._hooks.get, ends_of(*stages)))
+        return bool(self._hooks) and any(map(self._hooks.get, ends_of(*stages)))
 
     @property
     def drop_policy(self) -> DropPolicy:

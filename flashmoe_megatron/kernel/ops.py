@@ -1,6 +1,8 @@
 """The kernel's launches as torch operators, so that profilers, fake tensors and tools see them.
 
-No other file registers operators. The caller makes the buffers, since it knows their sizes;
+If none of them looks, a launch is a plain call: the dispatcher takes as long as all else that
+is done here. No other file registers operators. The caller makes the buffers, since it knows their
+sizes;
 ``problem`` and ``group`` are addresses of the library's structs, alive during the call. Gradients
 are not registered here: the autograd function is outside, which costs half as much per call.
 Everything here runs before a launch, while the GPU may be idle, so structs are filled by position,
@@ -8,6 +10,7 @@ which is faster than by name.
 """
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,18 +219,24 @@ def _writes_only(*_: object) -> None:
     """The fake of every operator: outputs are arguments, so shapes are known."""
 
 
-for _name, _body in (
-    ("plan", _plan),
-    ("forward", _forward),
-    ("settle", _settle),
-    ("gather", _gather),
-    ("backward", _backward),
-):
-    _LIBRARY.impl(_name, _body, "CUDA")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"flashmoe::{_name}", _writes_only, lib=_LIBRARY)
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_num_modes = torch._C._len_torch_dispatch_stack
 
-plan = torch.ops.flashmoe.plan.default
-forward = torch.ops.flashmoe.forward.default
-settle = torch.ops.flashmoe.settle.default
-gather = torch.ops.flashmoe.gather.default
-backward = torch.ops.flashmoe.backward.default
+
+def _launcher(name: str, body: Callable[..., None]) -> Callable[..., None]:
+    """Registers an operator; returns its call, which is its body's alone if nothing looks."""
+    _LIBRARY.impl(name, body, "CUDA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"flashmoe::{name}", _writes_only, lib=_LIBRARY)
+    operator = getattr(torch.ops.flashmoe, name).default
+
+    def launch(*arguments: object) -> None:
+        (operator if _is_profiled() or _num_modes() else body)(*arguments)
+
+    return launch
+
+
+plan = _launcher("plan", _plan)
+forward = _launcher("forward", _forward)
+settle = _launcher("settle", _settle)
+gather = _launcher("gather", _gather)
+backward = _launcher("backward", _backward)

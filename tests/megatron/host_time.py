@@ -35,7 +35,7 @@ def stand_in_for_the_gpu() -> None:
     """Lets the kernel's backend run on processors, and its library launch nothing."""
     from flashmoe_megatron.adapters import experts
     from flashmoe_megatron.adapters.megatron import routed
-    from flashmoe_megatron.kernel import backend, bindings, ops, symmetric
+    from flashmoe_megatron.kernel import backend, bindings, symmetric
     from flashmoe_megatron.options import BackendOptions
 
     library = bindings.load()
@@ -76,8 +76,6 @@ def stand_in_for_the_gpu() -> None:
     ]
     for owner, name, replacement in replaced:
         setattr(owner, name, replacement)
-    for name in ("plan", "forward", "gather", "backward"):
-        ops._LIBRARY.impl(name, getattr(ops, f"_{name}"), "CPU")
 
 
 def make_experts_one_weight(layer: Any) -> None:

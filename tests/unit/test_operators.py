@@ -1,0 +1,62 @@
+"""Launches are operators for whoever looks, and plain calls for nobody."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COUNTS = torch.zeros(2, dtype=torch.int32)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who has run launches that settle replicas: the body or the operator; one is made before."""
+    from flashmoe_megatron.kernel import bindings, ops
+
+    seen: list[str] = []
+
+    def function(name: str) -> Callable[..., int]:
+        seen.append(f"library's {name}")
+        return lambda *_: bindings.OK
+
+    monkeypatch.setattr(bindings, "function", function)
+    with torch.library._scoped_library("flashmoe", "IMPL") as library:
+        library.impl("settle", lambda *_: seen.append("operator"), "CPU")
+        ops.settle(COUNTS, None, None, 1, 2)
+        yield seen
+
+
+class Names(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_nobody_looks(calls: list[str]) -> None:
+    assert calls == ["library's settle"]
+
+
+@pytest.mark.parametrize("profile", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_a_profiler_sees_an_operator(calls: list[str], profile: Callable[[], Any]) -> None:
+    from flashmoe_megatron.kernel import ops
+
+    with profile() as profiled:
+        ops.settle(COUNTS, None, None, 1, 2)
+    assert calls[1:] == ["operator"]
+    assert "flashmoe::settle" in {event.key for event in profiled.key_averages()}
+
+
+def test_a_dispatch_mode_sees_an_operator(calls: list[str]) -> None:
+    from flashmoe_megatron.kernel import ops
+
+    with Names() as mode:
+        ops.settle(COUNTS, None, None, 1, 2)
+    assert (mode.names, calls[1:]) == (["flashmoe.settle.default"], ["operator"])

@@ -502,7 +502,8 @@ class Together:
     Args:
         backend: The layer's.
         may_be_void: The caller goes on after the block with an output of NaN where the others learn
-            of the error late. Else the error is raised here at once, and once more in a later call.
+            of the error late, or all put it off. Else the error is raised here at once, and where
+            they learn of it late, once more in a later call.
     """
 
     def __init__(self, backend: Backend, *, may_be_void: bool = False) -> None:
@@ -521,17 +522,27 @@ class Together:
         backend = self._backend
         if not isinstance(error, Exception) or backend.num_calls != self._num_calls:
             return False
-        reason = reason_of(error)
+        reason, told = reason_of(error), error
+        if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:
+            told = told_error(backend.rank, reason)
         try:
             void = backend.refuse(reason)
         except FlashMoEError as trouble:
-            raise error from trouble
+            if not self._is_put_off(trouble):
+                raise error from trouble
+            void = NaNResult(None, reason)
+        if void is None and self._is_put_off(told):
+            void = NaNResult(None, reason)
         if void is not None and self._may_be_void:
             self.void, self.error = void, error
             return True
-        if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:
-            raise told_error(backend.rank, reason) from error
+        if told is not error:
+            raise told from error
         return False
+
+    def _is_put_off(self, error: Exception) -> bool:
+        """Keeps an error for the end of a step that may be repeated, as every other rank does."""
+        return self._may_be_void and self._backend.attempts.put_off(error)
 
 
 def unmatched_backward(unfollowed: Sequence[int]) -> ConfigError:

@@ -175,7 +175,7 @@ def choices_problem(
         if x is not None and len(wrong := x[token].isfinite().logical_not().nonzero()):
             column = int(wrong[0])
             return (
-                f"token {token} of x is {float(x[token, column])} in column {column}, and its "
+                f"token {token} of x is {x[token, column].item()} in column {column}, and its "
                 "routing weights are NaN: wanted numbers"
             )
         return f"topk_weight[{token}, {choice}] is NaN, wanted a number"

@@ -2,7 +2,7 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RowBoundError
+from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.saved import Saved
 from flashmoe_megatron.select import living_backends
@@ -111,7 +112,8 @@ class Steps(Repeats, ABC):
         The step gets the same arguments again, and must leave them as they are.
 
         Raises:
-            ConfigError: Experts are on several hosts, or a gradient that is to be dropped is left.
+            ConfigError: Experts are on several hosts, the step changes a parameter, or a gradient
+                that is to be dropped is left.
             RowBoundError: Ten steps in a row did not fit, or a repeated one did not, or its exact
                 buffers do not.
             FlashMoEError: Another error that layers have put off.
@@ -122,6 +124,11 @@ class Steps(Repeats, ABC):
                 "groups of one host, or a loop without RepeatedSteps"
             )
 
+        def first() -> Any:
+            result = step(*args, **kwargs)
+            self._refuse_update(versions)
+            return result
+
         def again() -> Any:
             self._check()
             self._drop_gradients()
@@ -130,7 +137,8 @@ class Steps(Repeats, ABC):
 
         saved = self._save()
         self._drop_gradients()
-        return self._run_twice_at_most(lambda: step(*args, **kwargs), again, saved)
+        versions = {id(one): one._version for one in self._model.parameters()}
+        return self._run_twice_at_most(first, again, saved)
 
     @property
     @abstractmethod
@@ -149,10 +157,20 @@ class Steps(Repeats, ABC):
     def _drop_gradients(self) -> None:
         """Sets all gradients to zero, before every step."""
 
+    def _refuse_update(self, versions: Mapping[int, int]) -> None:
+        """Refuses a step that has changed parameters, which are not put back."""
+        for name, parameter in self._model.named_parameters():
+            if parameter._version != versions.get(id(parameter), parameter._version):
+                raise ConfigError(
+                    f"the function of run has changed the parameter {name}: wanted what does so, "
+                    "such as optimizer.step(), behind run, which decides whether the step is "
+                    "repeated"
+                )
+
     def _refuse_left(self) -> None:
         """Refuses gradients of the first attempt that were not dropped, which may be NaN."""
         for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None and bool(parameter.grad.any()):
+            if parameter.grad is not None and bool(local_part(parameter.grad).any()):
                 raise ConfigError(
                     f"zero_grad has left a gradient of {name}, so that the step cannot be "
                     "repeated: wanted what sets all gradients of the model to zero or None"
@@ -171,13 +189,14 @@ class RepeatedSteps(Steps):
 
     Layers need a ``row_bound``. After each step the host waits until all ranks of the job have
     agreed. The second time buffers are exact, and then bounds become a tenth more than what was
-    needed. Buffers of the model and the generators of Python, NumPy and torch are put back, so that
-    the optimizer sees what it would see with a larger bound. What else a step changes, such as a
-    sum of losses that are logged, belongs behind it. CUDA graphs that the program has captured of
-    its layers keep their bound: a step that replays one ends with the error when it is repeated.
+    needed. Buffers of the model, generators that its modules have, and those of Python, NumPy and
+    torch are put back, so that the optimizer sees what it would see with a larger bound. What else
+    a step changes, such as a sum of losses that are logged, belongs behind it. CUDA graphs that the
+    program has captured of its layers keep their bound: a step that replays one ends with the error
+    when it is repeated.
 
     Args:
-        model: The module whose buffers are put back.
+        model: The module whose buffers and generators are put back.
         zero_grad: Sets all gradients to zero; it is called before every step, so that gradients of
             several steps are no sum.
 
@@ -218,7 +237,7 @@ class RepeatedSteps(Steps):
                 )
 
     def _save(self) -> Saved:
-        return Saved(list(self._model.buffers()))
+        return Saved(self._model.modules())
 
     def _drop_gradients(self) -> None:
         self._zero_grad()

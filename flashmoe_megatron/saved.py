@@ -5,10 +5,11 @@ Parameters and the optimizer's state change after the step alone, and gradients 
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 Table = dict[str, Any]
 
@@ -17,19 +18,30 @@ class Saved:
     """The state before a step.
 
     Args:
-        buffers: Tensors that are changed in place.
+        modules: Have buffers, which are changed in place or replaced, and generators.
         tables: Named values, and the names that count; ``None`` for all.
         generators: Save the states of the caller's own generators; each gives what restores one.
     """
 
     def __init__(
         self,
-        buffers: Sequence[torch.Tensor],
+        modules: Iterable[nn.Module],
         tables: Iterable[tuple[Table, Iterable[str] | None]] = (),
         generators: Iterable[Callable[[], Callable[[], object]]] = (),
     ) -> None:
         tables = list(tables)
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        modules = list(modules)
+        self._buffers = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+        self._states = [
+            (one, one.get_state())
+            for module in modules
+            for one in vars(module).values()
+            if isinstance(one, torch.Generator)
+        ]
         self._tables = [
             (table, _copy(table if names is None else {name: table[name] for name in names}))
             for table, names in tables
@@ -41,10 +53,12 @@ class Saved:
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back; tensors keep their addresses, which CUDA graphs know."""
-        for buffer, saved in self._buffers:
-            buffer.copy_(saved)
-        for (table, saved), is_whole in zip(self._tables, self._whole, strict=True):
-            _put_back(table, saved, is_whole=is_whole)
+        for buffers, name, buffer, values in self._buffers:
+            buffers[name] = None if buffer is None or values is None else buffer.copy_(values)
+        for generator, state in self._states:
+            generator.set_state(state)
+        for (table, before), is_whole in zip(self._tables, self._whole, strict=True):
+            _put_back(table, before, is_whole=is_whole)
         for restore in self._restorers:
             restore()
 

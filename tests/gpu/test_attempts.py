@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from flashmoe_megatron.attempts import Attempts
+from flashmoe_megatron import FlashMoELayer, RepeatedSteps
+from flashmoe_megatron.attempts import ATTEMPTS, Attempts
 from flashmoe_megatron.config import Keep
 from flashmoe_megatron.errors import RowBoundError
 from tests.gpu.test_in_step import OnStream, load_operators, run_on_streams
@@ -65,3 +67,30 @@ def test_all_steps_end_and_a_repeat_fits(keep: Keep) -> None:
         assert attempts[rank].errors == []
         assert all(out.isfinite().all() for _, out in one.outputs)
         assert attempts[rank].most == (2 if rank == 0 else 0)
+
+
+@pytest.mark.parametrize("fuse_router", [False, True], ids=["in_front", "in_the_launch"])
+def test_a_layer_behind_an_overflow_is_repeated_with_it(
+    fuse_router: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets NaN, which a router in front of its launch refuses before the launch."""
+    config = replace(CONFIG, num_ranks=1)
+    options = {"device": "cuda", "row_bound": 2.0, "router": True, "fuse_router": fuse_router}
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(FlashMoELayer(config, **options) for _ in range(2)))
+    x = torch.randn(config.max_tokens, config.hidden, dtype=torch.bfloat16, device="cuda")
+    steps = RepeatedSteps(model, model.zero_grad)
+
+    def step() -> list[torch.Tensor]:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+
+    want = steps.run(step)
+    assert steps.num_repeats == 0
+    monkeypatch.setattr(Attempts, "bound", lambda self, _: None if self.is_exact else 1)
+    monkeypatch.setattr(ATTEMPTS, "blocks", 0)
+    got = steps.run(step)
+    assert steps.num_repeats == 1
+    assert all(map(torch.equal, got, want))
+    assert all(one.isfinite().all() for one in got)

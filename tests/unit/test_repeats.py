@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flashmoe_megatron import FlashMoELayer, MoEConfig, RepeatedSteps, attempts, repeats
+from flashmoe_megatron import FlashMoELayer, MoEConfig, RepeatedSteps, attempts, gates, repeats
 from flashmoe_megatron.errors import ConfigError, RoutingError, RowBoundError
 from tests.distributed import RankError, run_ranks
 
@@ -20,7 +21,12 @@ TOKENS, WIDTH, STEPS = 512, 64, 5
 
 
 class Model(nn.Module):
-    """A layer with a bound, behind what a step changes: generators and a buffer."""
+    """Layers with a bound, behind what a step changes: generators, and buffers of two kinds.
+
+    Where the first overflows, the second gets NaN, and refuses it before its own call.
+    """
+
+    mean: torch.Tensor
 
     def __init__(self, group: dist.ProcessGroup, row_bound: float) -> None:
         super().__init__()
@@ -34,19 +40,25 @@ class Model(nn.Module):
             num_ranks=dist.get_world_size(group),
             max_tokens=TOKENS,
         )
+        options: dict[str, Any] = {
+            "group": group,
+            "device": "cpu",
+            "dtype": torch.float32,
+            "backend": "reference",
+            "row_bound": row_bound,
+        }
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.experts = FlashMoELayer(
-            config,
-            group=group,
-            device="cpu",
-            dtype=torch.float32,
-            backend="reference",
-            router=True,
-            row_bound=row_bound,
-        )
+        self.experts = FlashMoELayer(config, router=True, **options)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        drawn = torch.Generator().manual_seed(6)
+        gate = gates.GShardGate(WIDTH, config.num_experts, generator=drawn)
+        self.gated = gates.GatedExperts(gate, FlashMoELayer(replace(config, topk=2), **options))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(nn.functional.dropout(self.norm(x), 0.1))
+        x = x + self.experts(nn.functional.dropout(self.norm(x), 0.1))
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        out, routing = self.gated(x - self.mean)
+        return out + routing.aux_loss
 
 
 def train(
@@ -220,3 +232,15 @@ def test_exact_buffers_that_do_not_fit_are_an_error() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(RowBoundError, match=r"do not fit: give row_bound a number .* 9 GiB"):
         RepeatedSteps(model, model.zero_grad).run(step)
+
+
+def test_an_update_within_a_step_is_refused_before_it_is_lost() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"has changed the parameter weight: .* behind run"):
+        RepeatedSteps(model, optimizer.zero_grad).run(step)

@@ -87,7 +87,7 @@ class EngineSteps(Steps):
         ]
         tracker = checkpointing.get_cuda_rng_tracker()
         return Saved(
-            list(self._model.buffers()),
+            self._model.modules(),
             tables,
             [lambda: save_tracker(tracker), lambda: Figures.forget_records],
         )

@@ -44,15 +44,13 @@ class Changing:
 
     def save(self) -> Saved:
         """Saves the state of now."""
-        buffers = (buffer for module in self._with_buffers for buffer in module._buffers.values())
         tables: list[tuple[Table, Iterable[str] | None]] = [
             *((vars(module), (_QK_MAXIMA,)) for module in self._with_maxima),
             *((vars(routed), _COUNTS) for routed in built_experts()),
             *((table, None) for table in _losses()),
             *((vars(replay), None) for replay in _replays()),
         ]
-        present = [one for one in buffers if one is not None]
-        return Saved(present, tables, [_save_tracker, lambda: Figures.forget_records])
+        return Saved(self._with_buffers, tables, [_save_tracker, lambda: Figures.forget_records])
 
 
 def _save_tracker() -> Callable[[], None]:

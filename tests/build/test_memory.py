@@ -14,6 +14,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel.memory import MemoryPlan, check_slots_fit, plan_memory
 from tests.unit import cases
 from tools import memory_table
+from tools.bench import kept_table, peers_report
 
 MIB = 2**20
 MOST_ROUTES = 2**19
@@ -184,3 +185,27 @@ def test_spare_slots_take_a_tenth_of_the_memory_at_most() -> None:
     check_slots_fit(config, 8, 90 * 2**30)
     with pytest.raises(ConfigError, match="8066 MiB .* at most 7987 MiB, .* or spare_slots of 7$"):
         check_slots_fit(config, 8, 78 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("shape", "measured", "chosen"),
+    [  # on an H200
+        (Shape(24576, 1536, 256, 128, 8, gated=True), 876.657664, "preactivations"),
+        (Shape(16384, 2048, 512, 256, 8, gated=True), 1010.134016, "all"),
+    ],
+)
+def test_a_report_of_other_libraries_says_what_forwards_keep(
+    shape: Shape, measured: float, chosen: str
+) -> None:
+    layers = {"sonicmoe": {"kept_bytes": 203_686_912}, "flashmoe": {}, "liger": {"failed": "so"}}
+    row = {"shape": "16384x", "sizes": vars(shape), "row_bound": 1.05, "layers": layers}
+    found = kept_table.megabytes(row)
+    assert found["all"] == pytest.approx(measured, rel=2.5e-3)
+    assert found["auto"] == found[chosen]
+    assert found["preactivations"] < 0.4 * found["all"]
+    assert found["tokens"] == 2 * shape.tokens * shape.hidden / 1e6
+    assert found["rows of an expert"] == shape.tokens * shape.topk / shape.num_experts
+    lines = peers_report.kept([row]).splitlines()
+    assert lines[2].endswith("| tokens | sonicmoe, measured |")
+    over = found["auto"] / 203.686912
+    assert lines[4].endswith(f"| {found['tokens']:.4g} | 203.7 ({over:.2f}) |")

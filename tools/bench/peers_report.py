@@ -1,9 +1,10 @@
 """Makes tables and a figure of a record of ``bench_peers``: all shapes, lost ones too.
 
-    python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers
+    python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers [--kept]
 
 Times are medians over turns. Where two layers are compared, what is above 1 is lost. A record that
-has rows of several settings is refused, since no table or figure tells them apart.
+has rows of several settings is refused, since no table or figure tells them apart. With ``--kept``
+the page also has what our forwards keep today, by the plan, which the library makes.
 """
 
 import json
@@ -17,6 +18,7 @@ from flashmoe_megatron.bench.correctness import worst_of
 from flashmoe_megatron.bench.shapes import Shape
 from tools import markdown
 from tools.arguments import parser_of
+from tools.bench import kept_table
 from tools.bench.bench_peers import PASSES, SETTINGS
 from tools.bench.common import read_record
 from tools.bench.peers import PEERS
@@ -117,6 +119,26 @@ def page(rows: list[Row]) -> str:
     return "\n".join(parts)
 
 
+def kept(rows: list[Row]) -> str:
+    """A table of what our forwards keep, beside what the record's layers have kept."""
+    every = [values(row, "kept_bytes") for row in rows]
+    names = [name for name in PEERS if any(name in measured for measured in every)]
+    lines = []
+    for row, measured in zip(rows, every, strict=True):
+        planned = kept_table.megabytes(row)
+        sizes = [
+            f"{measured[name]:.4g} ({planned['auto'] / measured[name]:.2f})"
+            if name in measured
+            else ""
+            for name in names
+        ]
+        lines.append([described(row), *(f"{size:.4g}" for size in planned.values()), *sizes])
+    heads = ["T, H, F, E, k", *kept_table.HEADS, *(f"{name}, measured" for name in names)]
+    return section(
+        "Kept by our forwards, MB by the plan (auto over what was measured)", heads, lines
+    )
+
+
 def draw(rows: list[Row], path: Path) -> list[Path]:
     """Draws rates of all layers at all shapes; the files' names are returned."""
     with style.new_figure(11, 8) as figure:
@@ -140,11 +162,13 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("record", type=Path, help="what bench_peers has written")
     parser.add_argument("--out", type=Path, required=True, help="path without an ending")
+    parser.add_argument("--kept", action="store_true", help="add what our forwards keep")
     options = parser.parse_args(arguments)
     rows = load(options.record)
     table = options.out.with_name(f"{options.out.name}.md")
     table.parent.mkdir(parents=True, exist_ok=True)
-    table.write_text(page(rows))
+    parts = [page(rows), kept(rows)] if options.kept else [page(rows)]
+    table.write_text("\n".join(parts))
     print(*[table, *draw(rows, options.out)], sep="\n")
     return 0
 

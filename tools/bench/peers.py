@@ -147,7 +147,7 @@ def _liger(problem: Problem) -> Layer:
 
 
 def _ligercute(problem: Problem) -> Layer:
-    """liger-cute-kernels 0.8.5 with the NVSHMEM 3.6.5 that it was linked against."""
+    """liger-cute-kernels 0.8.5 with what it was linked against: NVSHMEM 3.6.5 and CUDA 12."""
     import liger_cute_kernels
     from liger_cute_kernels import nvshmem
     from liger_kernel.ops.cute.ops.moe import moe_fused

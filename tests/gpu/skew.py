@@ -85,12 +85,12 @@ class Layer:
             values = torch.empty(size, dtype=torch.bfloat16, device=device())
             return values.normal_(std=scale, generator=g)
 
-        local = range(config.num_local_experts)
+        local, ranks = range(config.num_local_experts), range(config.num_ranks)
         sizes = ((config.fc1_rows, config.hidden), (config.hidden, config.intermediate))
-        self.x = [random(config.max_tokens, config.hidden) for _ in range(RANKS)]
+        self.x = [random(config.max_tokens, config.hidden) for _ in ranks]
         kinds = [
             [tuple(random(*size, scale=size[1] ** -0.5) for _ in local) for size in sizes]
-            for _ in range(RANKS)
+            for _ in ranks
         ]
         self.out: dict[int, torch.Tensor] = {}
         self.weights = [ExpertWeights(*each) for each in kinds]
@@ -99,7 +99,7 @@ class Layer:
                 [WeightGrad(torch.zeros(size, device=device()), True) for _ in local]
                 for size in sizes
             ]
-            for _ in range(RANKS)
+            for _ in ranks
         ]
 
     def step(self, routing: Routing) -> int:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from flashmoe_megatron.adapters.megatron import schedule
 from flashmoe_megatron.adapters.megatron.repeat import batches, iteration, state, verdicts
 from flashmoe_megatron.errors import RowBoundError
+from flashmoe_megatron.options import RowBound
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankError, RankPool, refusal
 from tests.megatron import repeats
@@ -140,6 +141,37 @@ def ends(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
     _said.clear()
     said = refusal(group, train, case)
     return said, " ".join(line for line in _said if "and is not repeated" in line)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bound", "is_watched"),
+    [
+        ({"expert_model_parallel_size": 1}, 1.0, False),
+        ({}, 1.0, False),
+        ({"expert_model_parallel_size": 2}, 1.0, True),
+        ({"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}, 1.0, True),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 1.0, False),
+        ({"expert_model_parallel_size": 1}, "auto", True),
+        ({"expert_model_parallel_size": 2}, None, False),
+    ],
+)
+def test_only_iterations_whose_rows_may_not_fit_are_watched(
+    sizes: dict[str, int], bound: RowBound | None, is_watched: bool
+) -> None:
+    """A rank that has all experts receives the rows of its own tokens, which any bound holds."""
+    config = SimpleNamespace(num_moe_experts=4, moe_token_dispatcher_type="flashmoe", **sizes)
+    chunk = SimpleNamespace(config=config)
+    with mock.patch.object(iteration, "current_value", return_value=bound):
+        assert iteration._has_bound(chunk) == is_watched
+
+
+def test_a_rank_with_all_experts_has_the_bits_of_exact_buffers(two_ranks: RankPool) -> None:
+    """All tokens of an iteration choose the same experts, and buffers hold just their rows."""
+    case = Case(Layout(), parallel=OVERLAP, evaluated=(1,))
+    bounded, exact = two_ranks.run(train, case), two_ranks.run(train, replace(case, row_bound=None))
+    for got, want in zip(bounded, exact, strict=True):
+        assert differences(got, want) == []
+        assert got.repeats == 0
 
 
 def test_repeats_in_a_row_have_a_limit(two_ranks: RankPool) -> None:

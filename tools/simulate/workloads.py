@@ -77,7 +77,8 @@ def workloads(num_ranks: int, num_experts: int) -> Iterator[Workload]:
     yield Workload("W4_source_ragged", [popular(range(num_hot))], ragged)
     yield Workload("W5_zero_expert_rank", [popular(range(local + local // 2), 0)], even)
     for step in range(3):
-        hot = range(step * local, step * local + num_hot)
+        first_hot = step % num_ranks * local
+        hot = range(first_hot, first_hot + num_hot)
         yield Workload(f"W6_rotating_hotspot, step {step}", [popular(hot)], even)
     for step in range(3):
         hot = range(local if step == 1 else 0)

@@ -8,7 +8,7 @@ from tools.tables.marks import Maker
 from tools.tables.options import options
 from tools.tables.peers import peers
 from tools.tables.planned import hosts_cost, hosts_published, hosts_take, kept
-from tools.tables.replicas import evened, kinds, local, rates
+from tools.tables.replicas import evened, few_ranks, kinds, local, rates
 from tools.tables.sections import degrees, gathers
 
 MAKERS: dict[str, Maker] = {
@@ -25,6 +25,7 @@ MAKERS: dict[str, Maker] = {
     "hosts_take": hosts_take,
     "kept": kept,
     "kinds": kinds,
+    "few_ranks": few_ranks,
     "layers": layers,
     "local": local,
     "options": options,

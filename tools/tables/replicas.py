@@ -14,6 +14,8 @@ from tools.simulate.workloads import workloads
 RANKS, SPARE_SLOTS, DRAWS = 8, 2, 50
 WHEN = "no replicas", "two slots"
 
+FEW_EXPERTS, FEW_TOPK, FEW_SLOTS = 128, 8, (2, 4, 8, 16)
+
 BRIDGED = [
     [1500 if a == b else 300 if a // 2 == b // 2 else 25 for b in range(4)] for a in range(4)
 ]
@@ -69,6 +71,22 @@ def kinds() -> list[str]:
         rows.append([of_shapes[0].name, *cells])
     titles = [f"{num} experts, top-{topk}: {when}" for num, topk in shapes for when in WHEN]
     return markdown.table(("routing", *titles), rows)
+
+
+def few_ranks() -> list[str]:
+    """The busiest rank's rows over the mean where one rank is hot, by ranks and spare slots."""
+    rows = []
+    for num_ranks in (2, 4, 8):
+        for name, share in (("W2_hot_rank", 2), ("W7_burst, step 1", 1)):
+            kind = next(one for one in workloads(num_ranks, FEW_EXPERTS) if one.name == name)
+            counts = kind.counts(FEW_TOPK, np.random.default_rng(3))
+            home = home_placement(num_ranks, FEW_EXPERTS, 0)
+            busiest = [imbalance(counts, home)[0]]
+            busiest += [imbalance(counts, balance(counts, slots))[0] for slots in FEW_SLOTS]
+            hot = FEW_EXPERTS // num_ranks // share
+            rows.append([num_ranks, hot, *(f"{each:.2f}" for each in busiest)])
+    titles = ("ranks", "hot experts, of one rank", "no slots", *map(str, FEW_SLOTS))
+    return markdown.table(titles, rows)
 
 
 def local() -> list[str]:

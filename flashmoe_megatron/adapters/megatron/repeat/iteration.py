@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron import repeats
-from flashmoe_megatron.adapters.megatron.config.asked import ROW_BOUND, is_megakernel, is_set
+from flashmoe_megatron.adapters.megatron.config.asked import (
+    ROW_BOUND,
+    expert_tensor_size,
+    is_megakernel,
+    is_set,
+    number,
+)
 from flashmoe_megatron.adapters.megatron.dispatcher import is_ours
 from flashmoe_megatron.adapters.megatron.repeat.batches import (
     is_kept,
@@ -296,10 +302,21 @@ def patch_ddp(module: ModuleType) -> None:
 
 
 def _has_bound(chunk: Any) -> bool:
-    """Tells whether a model's layers are ours and have a row bound, on every rank alike."""
+    """Tells whether a model's layers are ours and may overflow, on every rank alike."""
     config = _config_of(chunk)
     is_bounded = current_value("row_bound") is not None or is_set(ROW_BOUND)(config)
-    return is_bounded and _is_ours(config)
+    return is_bounded and _is_ours(config) and not _always_fits(config)
+
+
+def _always_fits(config: Any) -> bool:
+    """Tells whether buffers hold all rows that there can be.
+
+    A rank that has all experts receives the rows of its own tokens alone, which are the mean, and
+    no bound is less. The wait behind an iteration would only delay the host's work for the
+    optimizer, which a GPU with a whole iteration to replay leaves time for.
+    """
+    is_alone = number(config, "expert_model_parallel_size", 1) == 1
+    return is_alone and expert_tensor_size(config) == 1 and not _is_measured()
 
 
 def _is_measured() -> bool:

@@ -253,6 +253,17 @@ def test_batches_come_again_as_they_were_read() -> None:
     assert batches.KeptBatches(wrapped).num_left == 2  # type: ignore[arg-type]
 
 
+def test_scales_from_earlier_iterations_are_not_put_back() -> None:
+    """The other recipes take theirs from the values of a call, so there is nothing to put back."""
+    model = torch.nn.Linear(1, 1)
+    refused = {"delayed": "--fp8-recipe delayed takes scales", "blockwise": None}
+    for recipe, wanted in refused.items():
+        model.config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)  # type: ignore[assignment]
+        found = iteration._Model([model]).problem({"data_iterator": None, "forward_only": True})
+        assert (found or "").startswith(wanted or "")
+        assert (found is None) == (wanted is None)
+
+
 class Attention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -61,6 +61,8 @@ _SCHEDULES = (
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
+_OF_ONE_CALL = ("blockwise", "tensorwise", "mxfp8")
+"""The recipes of ``--fp8-format`` whose scales come from the values of a call alone."""
 
 Call = Callable[..., Any]
 Leave = Callable[[], object]
@@ -223,8 +225,12 @@ class _Model:
 
     def _problems(self, arguments: Mapping[str, Any]) -> Iterator[str]:
         config = _config_of(self._chunks[0])
-        if is_set("fp8")(config):
-            yield "scales of --fp8-format cannot be put back"
+        recipe = getattr(config, "fp8_recipe", None)
+        if is_set("fp8")(config) and recipe not in _OF_ONE_CALL:
+            yield (
+                f"--fp8-recipe {getattr(recipe, 'value', recipe)} takes scales from earlier "
+                f"iterations: wanted one of {', '.join(_OF_ONE_CALL)}"
+            )
         if is_set("fine_grained_activation_offloading")(config):
             yield "what --fine-grained-activation-offloading keeps cannot be put back"
         if is_set("moe_routing_trace_path")(megatron_args()):

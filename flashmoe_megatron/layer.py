@@ -290,16 +290,17 @@ class FlashMoELayer(nn.Module):
             backend,
             options,
             lacks_router=fuse_router and not router,
+            bias=bias,
             split=split,
         )
-        told = Ranks(self.expert_group.group).all(check, alike=lambda one: {"backend": one[0]})
+        told = Ranks(self.expert_group.group).all(check, alike=lambda one: one.alike)
         self._backends: dict[torch.dtype, Backend] = {}
         self._given: Backend | None = None
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
         if isinstance(backend, str):
             self._choice = backend, options
-            if not any(is_on_meta for _, is_on_meta in told):
+            if not any(one.is_on_meta for one in told):
                 self._backends[dtype] = self._select(device, dtype)
         else:
             self._given = backend
@@ -345,7 +346,8 @@ class FlashMoELayer(nn.Module):
         the choice for two dtypes is the same, they share the backend.
 
         Raises:
-            ConfigError: The layer is on "meta", or its group has been destroyed and not made again.
+            ConfigError: The layer is on "meta", its group has been destroyed and not made again, or
+                the ranks compute in different dtypes.
             DeviceError: The kernel was asked for and cannot run where the layer is.
         """
         if self.expert_group.follow():
@@ -375,6 +377,7 @@ class FlashMoELayer(nn.Module):
         for other, backend in self._backends.items():
             here = named_device(device)
             if resolve_kind(kind, here, other) == resolve_kind(kind, here, dtype):
+                Ranks(self.expert_group.group).check_same({"dtype": dtype})
                 return backend
         group = self.expert_group.given
         return select_backend(self.config, group, device, kind=kind, dtype=dtype, **options)
@@ -656,6 +659,19 @@ def _shaped(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return shaped
 
 
+class _Told(NamedTuple):
+    """A rank's arguments that concern the others.
+
+    Attributes:
+        alike: Arguments that have to be the same on every rank: the choice of a backend is
+            collective, rows travel without their dtype, and checkpoints are those of one layer.
+        is_on_meta: Whether it has no values yet.
+    """
+
+    alike: dict[str, Any]
+    is_on_meta: bool
+
+
 def _check_arguments(
     config: MoEConfig,
     device: torch.device | str,
@@ -664,12 +680,12 @@ def _check_arguments(
     options: dict[str, Any],
     *,
     lacks_router: bool,
+    bias: bool,
     split: bool,
-) -> tuple[str, bool]:
-    """Refuses arguments that make no layer on this rank. Not collective.
+) -> _Told:
+    """Returns what concerns the other ranks, and refuses what makes no layer on this one.
 
-    Returns what is a collective or none, for the other ranks: whose the backend is, and whether the
-    layer is on "meta". For errors see :class:`FlashMoELayer`.
+    Not collective. For errors see :class:`FlashMoELayer`.
     """
     if dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
@@ -698,7 +714,8 @@ def _check_arguments(
     except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
         raise DeviceError(f"the device '{here}' cannot be used: {error}") from error
     whose = "its own" if isinstance(backend, str) else "another layer's"
-    return whose, here.type == "meta"
+    alike = {"backend": whose, "dtype": dtype, "bias": bias, "split": split}
+    return _Told(alike, is_on_meta=here.type == "meta")
 
 
 def _default_device() -> torch.device:

@@ -214,8 +214,9 @@ class BackendOptions:
     row_bound: RowBound | None = option(
         None,
         or_auto(ROW_FACTOR),
-        "How many rows the buffers hold, as a multiple of the mean number of rows per rank. A "
-        "rank that receives more raises an error, and nothing is ever dropped. With a bound the "
+        "How many rows the buffers hold, as a multiple of the mean number of rows per rank. "
+        "Nothing is ever dropped: where a rank is to receive more, Megatron repeats the iteration, "
+        "and other programs get an error, unless they have their steps repeated. With a bound the "
         "layer is one launch that the host never waits for, and a CUDA graph can capture it. auto, "
         "in Megatron, begins a training with exact buffers, and then bounds them by a tenth more "
         "than they have needed.",

@@ -68,13 +68,15 @@ class _Choice(NamedTuple):
     config: MoEConfig
     kind: Kind
     device: torch.device
+    dtype: torch.dtype | None
     options: BackendOptions
 
     @property
     def agreed(self) -> dict[str, Any]:
         """The part of the choice that must be equal on all ranks."""
         options = {name: getattr(self.options, name) for name in _AGREED[self.kind]}
-        return {**dataclasses.asdict(self.config), "backend": self.kind, **options}
+        own = {"backend": self.kind, "dtype": self.dtype}
+        return {**dataclasses.asdict(self.config), **own, **options}
 
 
 def select_backend(
@@ -107,10 +109,10 @@ def select_backend(
         **options: Fields of :class:`~flashmoe_megatron.options.BackendOptions`.
 
     Raises:
-        ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config`` or
-            an option that concerns all of them, or do not lie in blocks of hosts, the layer cannot
-            have the spare slots, the degree or the ``tensor_group``, or this rank is not in a
-            group.
+        ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config``,
+            ``dtype`` or an option that concerns all of them, or do not lie in blocks of hosts, the
+            layer cannot have the spare slots, the degree or the ``tensor_group``, or this rank is
+            not in a group.
         DeviceError: There is no such device here, ``kind`` is "kernel" and it is not a Hopper GPU,
             or the kernel's library cannot be loaded.
     """
@@ -197,7 +199,7 @@ def _make_backend(
         lambda: _choose(config, kind, device, dtype, options, tensor_group),
         alike=lambda choice: choice.agreed,
     )
-    _, chosen, device, chosen_options = choices[ranks.rank]
+    _, chosen, device, _, chosen_options = choices[ranks.rank]
     check_slots(config, chosen_options.spare_slots, chosen_options.placement)
     if chosen_options.filled_slots and config.num_ranks == 1 and chosen != "scheduled":
         _announce_once(
@@ -407,7 +409,7 @@ def _choose(
         _check_rank_invariant(chosen_options, chosen, is_cut=tensor_group is not None)
     if chosen == "kernel":
         check_kernel_experts(config)
-    return _Choice(config, chosen, here, chosen_options)
+    return _Choice(config, chosen, here, dtype, chosen_options)
 
 
 def _check_rank_invariant(options: BackendOptions, kind: Kind, *, is_cut: bool) -> None:

@@ -23,7 +23,7 @@ from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from tests.distributed import RankPool
+from tests.distributed import RankPool, refusal
 from tests.unit import cases
 
 HIDDEN = 64
@@ -125,6 +125,31 @@ def test_autocast_computes_in_its_dtype(dtype: torch.dtype, options: dict[str, A
     out.sum().backward()
     assert x.grad is not None
     assert all(one.grad is not None and one.grad.dtype == dtype for one in layer.parameters())
+
+
+def differ(group: dist.ProcessGroup, how: str) -> str:
+    """The error of a rank whose layer, or whose call, differs from the other rank's."""
+    is_first = dist.get_rank(group) == 0
+    dtype = torch.float16 if is_first else torch.bfloat16  # as many bytes of another meaning
+
+    def call() -> None:
+        options = {"dtype": {"dtype": dtype}, "bias": {"bias": is_first}}.get(how, {})
+        layer = make_layer(group, backend="reference", **options)
+        x = tokens()
+        if how == "to":
+            layer, x = layer.to(dtype), x.to(dtype)
+        with torch.autocast("cpu", dtype=dtype, enabled=how == "autocast"):
+            layer(x)
+
+    return refusal(group, lambda _: call())
+
+
+@pytest.mark.parametrize("how", ["dtype", "bias", "to", "autocast"])
+def test_ranks_that_compute_in_other_dtypes_or_forms_are_refused(how: str, ranks: RankPool):
+    dtypes = "dtype: torch.float16 on rank 0, torch.bfloat16 on rank 1"
+    words = "bias: True on rank 0, False on rank 1" if how == "bias" else dtypes
+    for said in ranks.run(differ, how, num_ranks=2):
+        assert said.startswith(f"ConfigError: the ranks disagree on {words}")
 
 
 def test_autocast_with_a_choice_that_is_given():

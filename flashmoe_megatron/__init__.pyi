@@ -32,6 +32,7 @@ from flashmoe_megatron.repeats import RepeatedSteps as RepeatedSteps
 from flashmoe_megatron.router import RouterConfig as RouterConfig
 from flashmoe_megatron.select import select_backend as select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend as ReferenceBackend
+from flashmoe_megatron.unchanged import unchanged_weights as unchanged_weights
 from flashmoe_megatron.weights import ExpertWeights as ExpertWeights
 from flashmoe_megatron.weights import SplitWeights as SplitWeights
 from flashmoe_megatron.weights import WeightGrad as WeightGrad

@@ -315,7 +315,7 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
         raise ShapeError(f"the experts' weights are {dtype}, wanted one of {_names(TOKEN_DTYPES)}")
     has_biases = bool(weights.fc1_bias or weights.fc2_bias)
     check_fp8(config, dtype, transposed=weights.transposed, has_biases=has_biases)
-    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    found: dict[str, Any] = {}
     for name, tensors, wanted in (
         ("fc1", weights.fc1, fc1[::-1] if weights.transposed else fc1),
         ("fc2", weights.fc2, fc2[::-1] if weights.transposed else fc2),

@@ -29,6 +29,7 @@ from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, Sha
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import NOT_MEASURED, BackendKind, BackendOptions
 from flashmoe_megatron.own_router import fusable_weight, logits_of
+from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import ONLY_IN_MEGATRON
 from flashmoe_megatron.router import RouterConfig, open_router
@@ -218,6 +219,8 @@ class FlashMoELayer(nn.Module):
         router: ``nn.Linear(hidden, num_experts)`` without bias, or ``None``. Adapters may wrap it,
             hooks be put on it, and any module take its place that gives logits
             ``[num_tokens, num_experts]`` for ``[num_tokens, hidden]``, but with ``fuse_router``.
+        promise: Says when the experts' parameters stay as they are, which
+            :func:`~flashmoe_megatron.unchanged.unchanged_weights` gives.
     """
 
     router: nn.Linear | None
@@ -298,6 +301,7 @@ class FlashMoELayer(nn.Module):
         self._given: Backend | None = None
         self._choice: tuple[BackendKind, dict[str, Any]] | None = None
         self.config = config
+        self.promise = Promise()
         if isinstance(backend, str):
             self._choice = backend, options
             if not any(one.is_on_meta for one in told):
@@ -518,16 +522,23 @@ class FlashMoELayer(nn.Module):
         )
 
     def _weights(self, dtype: torch.dtype | None) -> ExpertWeights | SplitWeights:
-        """This rank's experts, in another dtype if given one."""
+        """This rank's experts, in another dtype if given one.
+
+        Results of casts and of parametrizations live for this call alone, and have no promise.
+        """
         stacks: dict[str, tuple[torch.Tensor, ...]] = {}
+        promise: Promise | None = self.promise
         for name in _EXPERTS:
             if (one := getattr(self, name, None)) is not None:
                 local = local_part(one)
-                stacks[name] = (local if dtype is None else local.to(dtype),)
+                given = local if dtype is None else local.to(dtype)
+                stacks[name] = (given,)
+                if given is not local or not isinstance(one, nn.Parameter):
+                    promise = None
         if "fc1" in stacks:
-            return ExpertWeights(**stacks, transposed=False, split=False)
+            return ExpertWeights(**stacks, transposed=False, split=False, promise=promise)
         gate, up, down = (stacks.pop(name) for name in ("fc1_gate", "fc1_up", "fc2"))
-        return SplitWeights(gate, up, down, **stacks)
+        return SplitWeights(gate, up, down, **stacks, promise=promise)
 
     def _experts(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in _EXPERTS:
@@ -592,6 +603,7 @@ class FlashMoELayer(nn.Module):
             if isinstance(given, torch.Tensor):
                 state_dict[key] = self.expert_group.like(parameter, given, key)
         before = local_part(self.fc2).device
+        self.promise.renew()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
         if local_metadata.get("assign_to_params_buffers", False):
             self._follow_parameters(before)

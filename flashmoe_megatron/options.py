@@ -36,6 +36,7 @@ Combine = Literal["shares", "routes"]
 MAX_DEGREE = 64
 SymmetricMemory = Literal["cuda", "nvshmem"]
 GateKind = Literal["router", "gshard", "sigmoid", "xmoe"]
+Quantize = Literal["pass", "step"]
 FUTURE_GATES = ("expert-choice", "soft")
 """Gates whose outputs for a token depend on later tokens."""
 RowBound = float | Literal["auto"]
@@ -358,6 +359,13 @@ class FrameworkOptions(BackendOptions):
         "from what forwards computed with. On the kernel forwards of wide experts take less time "
         "so; the backends scheduled and reference have it, no faster than bfloat16.",
     )
+    quantize: Quantize = option(
+        "pass",
+        one_of(get_args(Quantize)),
+        "How often the weights of experts in fp8 are quantized. pass does so in each forward and "
+        "keeps nothing. step does so in the first forward of an optimizer's step, and keeps what "
+        "the other micro-batches read: a byte more for each weight of the experts.",
+    )
     max_tokens: int | None = option(
         None,
         whole_number(least=1, most=MAX_TOKENS),
@@ -388,6 +396,9 @@ class FrameworkOptions(BackendOptions):
     def __post_init__(self) -> None:
         """Refuses values without a meaning; derives whether the kernel counts."""
         super().__post_init__()
+        if self.quantize == "step" and self.experts != "fp8":
+            wanted = f"wanted experts fp8, or pass, since experts {self.experts} have no copies"
+            raise self.refusal("quantize", self.quantize, wanted)
         object.__setattr__(self, "counters", self.metrics != "none")
 
     @property

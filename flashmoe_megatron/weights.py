@@ -10,6 +10,7 @@ import torch
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.promise import Making, Promise
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ExpertWeights:
         split: Gate and up rows are matrices of their own, ``[intermediate, hidden]`` or stacks of
             them: ``fc1`` has all local experts' gates and after them all their ups. Only for
             backends that take it (:attr:`~flashmoe_megatron.call.Backend.takes_split`).
+        promise: Says when the weights stay as they are, ``None`` if their owner promises nothing.
+            Only for tensors whose memory is the layer's own, not made for a call.
     """
 
     fc1: tuple[torch.Tensor, ...]
@@ -41,9 +44,14 @@ class ExpertWeights:
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()
     split: bool = False
+    promise: Promise | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         set_tuples(self, ("fc1", "fc2", "fc1_bias", "fc2_bias"))
+
+    def making(self, maker: object) -> Making | None:
+        """Returns what :meth:`~flashmoe_megatron.promise.Promise.making` does of the matrices."""
+        return None if self.promise is None else self.promise.making(maker, (*self.fc1, *self.fc2))
 
     def per_expert(self) -> "ExpertWeights":
         """The same weights with one tensor for each expert: the own tensors and views of stacks."""
@@ -151,6 +159,8 @@ class SplitWeights:
     down: tuple[torch.Tensor, ...]
     fc1_bias: tuple[torch.Tensor, ...] = ()
     fc2_bias: tuple[torch.Tensor, ...] = ()
+    promise: Promise | None = field(default=None, compare=False, kw_only=True)
+    """As with :class:`ExpertWeights`; what :meth:`join` copies has none."""
 
     def __post_init__(self) -> None:
         set_tuples(self, ("gate", "up", "down", "fc1_bias", "fc2_bias"))
@@ -172,6 +182,7 @@ class SplitWeights:
             fc1_bias=self.fc1_bias,
             fc2_bias=self.fc2_bias,
             split=True,
+            promise=self.promise,
         )
 
     def join(self) -> ExpertWeights:
@@ -230,6 +241,7 @@ class WrappedWeights(ExpertWeights):
             transposed=self.transposed,
             fc1_bias=tuple(map(self.data_of, self.fc1_bias)),
             fc2_bias=tuple(map(self.data_of, self.fc2_bias)),
+            promise=self.promise,
         )
 
 

@@ -1706,9 +1706,9 @@ MUTATIONS = (
     Mutation(
         "gate and up projections in FP8 are read with each other's scales",
         "Blockwise.weights",
-        "rounded(one, SQUARE)",
-        "dequantize((q := quantize(one, SQUARE))._replace("
-        "scales=q.scales.roll(q.scales.shape[-2] // 2, -2)), one.dtype)",
+        "dequantize(each, one.dtype)",
+        "dequantize(each._replace(scales=each.scales.roll(each.scales.shape[-2] // 2, -2)), "
+        "one.dtype)",
         "tests/unit/test_fp8.py::test_results_are_those_of_rounded_operands",
     ),
     Mutation(
@@ -1742,18 +1742,74 @@ MUTATIONS = (
     Mutation(
         "weights are quantized once for a layer",
         "Blockwise.weights",
-        "return replace(weights, fc1=fc1, fc2=fc2)",
+        "return replace(weights, fc1=fc1, fc2=fc2, promise=None)",
         'return self.__dict__.setdefault("kept", replace(weights, fc1=fc1, fc2=fc2))',
         "tests/unit/test_fp8.py::test_no_quantized_weight_is_older_than_its_parameter",
     ),
     Mutation(
         "weights are quantized again only where a counter of versions has changed",
         "Blockwise.weights",
-        "return replace(weights, fc1=fc1, fc2=fc2)",
+        "return replace(weights, fc1=fc1, fc2=fc2, promise=None)",
         "return self.__dict__.setdefault("
         "str([(one.data_ptr(), one._version) for one in weights.fc1]), "
         "replace(weights, fc1=fc1, fc2=fc2))",
         "tests/unit/test_fp8.py::test_no_quantized_weight_is_older_than_its_parameter",
+    ),
+    Mutation(
+        "a promise that is given again finds copies of before",
+        "Promise.give",
+        "self._is_given, self._made_of = True, None",
+        "self._is_given = True",
+        "tests/unit/test_promise.py::test_a_training_has_the_same_bits",
+    ),
+    Mutation(
+        "a promise holds behind its end",
+        "Promise.end",
+        "False, None",
+        "True, self._made_of",
+        "tests/unit/test_promise.py::test_a_broken_promise_is_not_noticed",
+    ),
+    Mutation(
+        "copies of weights that were written in place are current",
+        "Promise.making",
+        "sum(map(_version_of, tensors))",
+        "0",
+        "tests/unit/test_promise.py::test_what_a_layer_sees_goes_before_the_word",
+    ),
+    Mutation(
+        "copies of a graph's capture are current outside of it",
+        "Promise.making",
+        " or self._is_captured != _is_capturing()",
+        "",
+        "tests/unit/test_promise.py::test_a_graph_replays_what_its_capture_saw",
+    ),
+    Mutation(
+        "what is cast for a call has the layer's promise",
+        "FlashMoELayer._weights",
+        "promise = None",
+        "pass",
+        "tests/unit/test_promise.py::test_what_is_computed_for_a_call_is_copied_in_each",
+    ),
+    Mutation(
+        "a launch that fails has made copies",
+        "own_copies",
+        "making.keep(copies)",
+        "making.keep(copies); making.note()",
+        "tests/unit/test_promise.py::test_launches_of_the_kernel",
+    ),
+    Mutation(
+        "a promise in Megatron outlives its schedule",
+        "unchanged_within",
+        "one.promise.end()",
+        "pass",
+        "tests/megatron/test_unchanged.py::test_a_promise_ends_with_the_schedule",
+    ),
+    Mutation(
+        "a promise in DeepSpeed outlives its batch",
+        "Batches.__call__",
+        "elif micro_batch == 0:",
+        "elif self._batch is None:",
+        "tests/deepspeed/test_unchanged.py::test_a_training_has_the_same_bits",
     ),
     Mutation(
         "a backward of experts in FP8 takes weights that are not rounded",

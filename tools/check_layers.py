@@ -35,8 +35,8 @@ CSRC = [
 ]
 PYTHON = [
     [
-        *("door", "driver_release", "errors", "gate_rules", "saved", "_version", "streams"),
-        "touched",
+        *("door", "driver_release", "errors", "gate_rules", "promise", "saved", "_version"),
+        *("streams", "touched"),
     ],
     ["attempts", "config", "driver", "releases", "torch_groups"],
     ["blockwise", "ending", "planner", "replicas", "weights"],
@@ -54,7 +54,7 @@ PYTHON = [
     ["separate"],
     ["select", "autograd", "own_router"],
     ["layer"],
-    ["data_parallel", "gates", "measured", "repeats"],
+    ["data_parallel", "gates", "measured", "repeats", "unchanged"],
     ["adapters"],
     ["bench"],
     [
@@ -127,7 +127,7 @@ MEGATRON = [
     ["buckets"],
     ["lora"],
     ["early_routing", "weights"],
-    ["routed"],
+    ["routed", "unchanged"],
     ["repeat"],
     ["gate_routers", "megakernel", "metrics", "schedule"],
     ["layer"],
@@ -146,7 +146,7 @@ MEGATRON_BUCKETS = [
 DEEPSPEED = [
     ["experts", "forwards", "routes", "settings"],
     ["gates", "routed"],
-    ["layers", "metrics", "slices"],
+    ["layers", "metrics", "slices", "unchanged"],
     ["autoep", "native", "notices", "refusals", "repeats"],
     ["attach"],
     ["initialize"],

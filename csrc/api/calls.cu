@@ -52,7 +52,7 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->heap_bytes = std::max(sizes->heap_bytes, of_backward.heap_bytes);
     sizes->workspace_bytes = std::max(sizes->workspace_bytes, of_backward.workspace_bytes);
     sizes->scratch_block_bytes[1] = of_backward.scratch_block_bytes[1];
-    sizes->weight_copy_bytes = std::max(sizes->weight_copy_bytes, of_backward.weight_copy_bytes);
+    sizes->weight_copy_bytes[1] = of_backward.weight_copy_bytes[1];
     return FLASHMOE_OK;
 }
 

@@ -408,6 +408,11 @@ inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bo
     FLASHMOE_TRY(check_launch(p, launch));
     FLASHMOE_TRY(check_pointer(launch->weight_copies, p->experts == FLASHMOE_FP8, "weight_copies",
                                kCopiesAlignment));
+    const int most = p->experts == FLASHMOE_FP8 ? 1 : 0;
+    if (launch->copies_are_current < 0 or launch->copies_are_current > most) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "copies_are_current %d: wanted %s",
+                    launch->copies_are_current, most ? "0 or 1" : "0, without experts in FP8");
+    }
     if (p->experts == FLASHMOE_FP8 and launch->biases != nullptr) {
         return fail(FLASHMOE_BAD_ARGUMENT, "biases of FP8 experts: wanted NULL");
     }

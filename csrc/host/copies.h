@@ -33,7 +33,9 @@ inline CopyWeightsArgs copies_of(const Shape& s, const void* weight_maps, void* 
             {s.hidden, s.intermediate}};
 }
 
+// Fills a pass's copies, unless they are current.
 inline int launch_copies(const Shape& s, const FlashMoEGroup* group, const FlashMoELaunch* launch) {
+    if (launch->copies_are_current) return FLASHMOE_OK;
     const auto copies = copies_of(s, launch->weight_maps, launch->weight_copies);
     return launch_ahead(copy_weights_entry(), copies.num_blocks(), group, "copies of weights",
                         copies);

@@ -507,8 +507,11 @@ int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
             scratch_at(problem, nullptr, 1, is_backward).bytes;
         sizes->reads_tokens[is_backward] = reads_tokens(problem, is_backward);
     }
-    sizes->weight_copy_bytes =
-        problem->experts == FLASHMOE_FP8 ? copies_of(s, nullptr, nullptr).all_bytes() : 0;
+    // In FP8 a backward's are the other namespace's to say.
+    sizes->weight_copy_bytes[0] = sizes->weight_copy_bytes[1] = 0;
+    if (problem->experts == FLASHMOE_FP8) {
+        sizes->weight_copy_bytes[not kIsFp8] = copies_of(s, nullptr, nullptr).all_bytes();
+    }
     return FLASHMOE_OK;
 }
 

@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 24
+#define FLASHMOE_ABI_VERSION 25
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -139,7 +139,8 @@ typedef struct {
     uint64_t row_block_bytes;        /* received rows */
     uint64_t preact_block_bytes;     /* pre-activations */
     uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward */
-    uint64_t weight_copy_bytes;      /* device, in FP8: copies of a layer's weights */
+    uint64_t weight_copy_bytes[2];   /* device, in FP8: copies of a layer's weights, for a forward,
+                                        and for a backward */
     /* 1 for a forward, and for a backward, that can do without received rows: without a buffer for
      * them its products read tokens where they are. */
     uint32_t reads_tokens[2];
@@ -194,9 +195,10 @@ FLASHMOE_EXPORT int flashmoe_slot(const FlashMoEProblem* problem,
  * follow the local experts.
  *   fc1[e] [fc1_rows, hidden], fc2[e] [hidden, intermediate], or their transposes; of the
  *   problem's dtype, 16-byte aligned. Split: fc1 has all experts' gate matrices, then all up's
- *   weight_copies  in FP8 weight_copy_bytes on the device, 256-byte aligned, which every pass fills
- *                  from the weights, so that layers whose passes follow one another share them;
- *                  else NULL */
+ *   weight_copies  in FP8 on the device, 256-byte aligned: weight_copy_bytes of the passes with
+ *                  these maps, the larger for both. Every pass fills it from the weights, so that
+ *                  layers whose passes follow one another share it, unless a launch says that it
+ *                  is current; else NULL */
 FLASHMOE_EXPORT int flashmoe_encode_weights(const FlashMoEProblem* problem,
                                             const void* const* fc1,
                                             const void* const* fc2,
@@ -257,11 +259,14 @@ typedef struct {
 /* One call of a pass. Rows come in blocks of 128 and are of the problem's dtype. */
 typedef struct {
     uint32_t struct_size;
-    int32_t num_row_blocks;   /* that the buffers hold */
-    int32_t num_tokens;       /* of this rank; those of the plan, if there is one */
-    int32_t grad_probs_dtype; /* FlashMoEDtype; backward only */
-    int32_t layer;            /* comes back in the launch's record */
-    int32_t grad_columns;     /* of grad_probs: num_experts, or num_choices; backward only */
+    int32_t num_row_blocks;     /* that the buffers hold */
+    int32_t num_tokens;         /* of this rank; those of the plan, if there is one */
+    int32_t grad_probs_dtype;   /* FlashMoEDtype; backward only */
+    int32_t layer;              /* comes back in the launch's record */
+    int32_t grad_columns;       /* of grad_probs: num_experts, or num_choices; backward only */
+    int32_t copies_are_current; /* in FP8: weight_copies has what an earlier pass of this direction,
+                                   on this stream or awaited by it, made of the same values; 0: this
+                                   pass fills it */
     const void* plan;
     const void* weight_maps; /* device copy */
     void* weight_copies;     /* the copies that weight_maps has been encoded for */

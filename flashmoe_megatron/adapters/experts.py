@@ -36,6 +36,7 @@ from flashmoe_megatron.hooks import Hooks
 from flashmoe_megatron.measured.calibration import Calibration, Grads, gpu_name, load_calibration
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.planner import choose_keep
+from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.telemetry.record import MOST_OWNERS, launch_number
@@ -224,6 +225,7 @@ class LayerExperts(ABC):
         is_training: Whether the model is being trained now.
         dtype: The dtype of the last call's tokens; the parameters' until there is a call.
         owner: Marks the layer's launches: no other layer of this process has the same.
+        promise: Says when the layer's weights stay as they are, as far as the adapter knows.
     """
 
     WAYS_OUT_OF_DTYPE: ClassVar[str]
@@ -242,6 +244,7 @@ class LayerExperts(ABC):
         self.layer = layer
         self.owner = 1 + next(_layers_made) % (MOST_OWNERS - 1)
         self.capacity_factor = capacity_factor
+        self.promise = Promise()
         self.num_calls = 0
         self.num_tokens = 0
         self.is_training = True

@@ -30,6 +30,9 @@ class IndexedExperts(LayerExperts):
 
     Making one is collective over the group, and so is every call. The layer tells ``is_training``
     before each.
+
+    Args:
+        is_promised: Whether somebody gives the layer's promise, so that its weights go with it.
     """
 
     ORDERED_GRADS: ClassVar[bool] = False
@@ -43,8 +46,10 @@ class IndexedExperts(LayerExperts):
         *,
         layer: int = 0,
         capacity_factor: float = 1.0,
+        is_promised: bool = False,
     ) -> None:
         super().__init__(backends.group, dtype, layer=layer, capacity_factor=capacity_factor)
+        self._is_promised = is_promised
         self._shape, self._backends = shape, backends
         self.open()  # what cannot run is to fail now, not in the first step
 
@@ -74,6 +79,8 @@ class IndexedExperts(LayerExperts):
         ) -> torch.Tensor:
             with Together(backend):  # made by now for as many tokens as all ranks have
                 weights = read_weights()
+                if self._is_promised:
+                    weights = dataclasses.replace(weights, promise=self.promise)
                 self.check_weights(rows, weights)
             return moe_forward(
                 rows,

@@ -11,6 +11,10 @@ RANKS_AGREE = (
 )
 """Says what happens without ``max_tokens``."""
 
+NOBODY_TELLS = (
+    "wanted pass, since nothing tells modules of experts when an optimizer changes their weights"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleOptions(FrameworkOptions):
@@ -26,5 +30,7 @@ class ModuleOptions(FrameworkOptions):
         super().__post_init__()
         if self.placement == "lookahead":
             raise self.refusal("placement", self.placement, ONLY_IN_MEGATRON)
+        if self.quantize == "step":
+            raise self.refusal("quantize", self.quantize, NOBODY_TELLS)
         if self.row_bound == "auto":
             raise self.refusal("row_bound", self.row_bound, NOT_MEASURED)

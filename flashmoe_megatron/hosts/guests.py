@@ -9,6 +9,7 @@ is one more expert of its own, so that spare slots may replicate it there, too.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -125,7 +126,7 @@ class Guests:
         size = sum(one.numel() for one in _of_expert(own, 0))
         if self._room is None or (self._room.shape[1], self._room.dtype) != (size, first.dtype):
             self._room = first.new_zeros(self._slots, size, requires_grad=False)
-        all_of = dict.fromkeys(_KINDS, ())
+        all_of: dict[str, Any] = dict.fromkeys(_KINDS, ())
         for kind, parts in zip(_kinds(own), _parts(self._room, _of_expert(own, 0)), strict=True):
             all_of[kind] = (*getattr(own, kind), *parts)
         return ExpertWeights(**all_of, transposed=weights.transposed, split=False)

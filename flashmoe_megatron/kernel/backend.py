@@ -43,6 +43,7 @@ from flashmoe_megatron.kernel.tables import AddressTables, WeightTables
 from flashmoe_megatron.low_rank import Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
+from flashmoe_megatron.promise import Making
 from flashmoe_megatron.ranks import Ranks
 from flashmoe_megatron.replicas.policy import check_slots
 from flashmoe_megatron.telemetry.record import LaunchRecord
@@ -231,7 +232,8 @@ class KernelBackend(Backend):
         It does so where this host does not wait for the plan, and ``unfollowed`` is empty then.
         """
         with Together(self):
-            tables = self._use_weights(weights)
+            making = self._making(weights)
+            tables = self._use_weights(weights, making)
             self._describe()
         with Together(self, may_be_void=True) as together:
             self._raise_shared(given.first_plan)
@@ -244,7 +246,7 @@ class KernelBackend(Backend):
             pending = self._begin(given, bound)
         if together.void is not None:
             return self._end(together.void, given)
-        return self._finish(pending, tables, buffers, training=given.training)
+        return self._finish(pending, tables, making, buffers, training=given.training)
 
     @_on_own_device
     def settle(
@@ -388,7 +390,9 @@ class KernelBackend(Backend):
         self, pending: PendingForward, weights: ExpertWeights, *, training: bool
     ) -> tuple[torch.Tensor, SavedForward | NaNResult | torch.Tensor | None]:
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
-        return self._finish(pending, self._use_weights(weights), training=training)
+        making = self._making(weights)
+        tables = self._use_weights(weights, making)
+        return self._finish(pending, tables, making, training=training)
 
     def _checked_call(self, given: Given) -> Given:
         """Returns a call that the kernel can take, as hooks ahead of the launch make it."""
@@ -477,6 +481,7 @@ class KernelBackend(Backend):
         self,
         pending: PendingForward,
         tables: WeightTables,
+        making: Making | None,
         buffers: _Buffers | None = None,
         *,
         training: bool,
@@ -514,11 +519,14 @@ class KernelBackend(Backend):
                 scratch,
                 out,
                 blocks,
+                making is not None and making.is_current,
                 is_planned,
                 given.layer,
                 *_addresses(problem, pending.group),
                 *ops.arguments(given, router, is_settled=pending.is_settled),
             )
+        if making is not None:
+            making.note()
         if rows is not None and self.hooks.has("dispatch", "padding"):
             self._show_rows(rows, blocks, given.layer)
         if preact is None:
@@ -769,8 +777,15 @@ class KernelBackend(Backend):
             self.memory.allocate(self._sizes)
         return problem
 
-    def _use_weights(self, weights: ExpertWeights) -> WeightTables:
-        """Makes the problem one of these weights' dtype and layout; returns their tables."""
+    def _making(self, weights: ExpertWeights) -> Making | None:
+        """Returns what is known of a forward's copies while their owner promises something."""
+        return weights.making("kernel") if self.config.experts == "fp8" else None
+
+    def _use_weights(self, weights: ExpertWeights, making: Making | None = None) -> WeightTables:
+        """Makes the problem one of these weights' dtype and layout; returns their tables.
+
+        A forward that ``making`` is of has copies of its own.
+        """
         dtype = (weights.fc1 or weights.fc2)[0].dtype
         # As the library would, but in the caller's terms.
         check_split(self.config, weights)
@@ -780,7 +795,10 @@ class KernelBackend(Backend):
         problem = self._describe()
         if self.spare_slots and self.memory.needs(self._sizes):
             self._prepare()  # spare slots are in the heap
-        return self._tables.of_weights(weights, problem, self._sizes)
+        copies = None
+        if making is not None:
+            copies = self._tables.own_copies(making, self._sizes.weight_copy_bytes[False])
+        return self._tables.of_weights(weights, problem, self._sizes, copies)
 
     def _use_layout(self, transposed: bool, split: bool, dtype: torch.dtype) -> None:
         if (transposed, split, dtype) == (self._transposed, self._split, self._dtype):

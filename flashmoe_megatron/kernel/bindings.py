@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 24
+ABI_VERSION = 25
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -153,8 +153,7 @@ class FlashMoESizes(_Sized):
             "heap_bytes workspace_bytes plan_bytes mailbox_bytes weight_map_bytes "
             "grad_table_bytes row_block_bytes preact_block_bytes",
         ),
-        (ctypes.c_uint64 * 2, "scratch_block_bytes"),
-        (ctypes.c_uint64, "weight_copy_bytes"),
+        (ctypes.c_uint64 * 2, "scratch_block_bytes weight_copy_bytes"),
         (ctypes.c_uint32 * 2, "reads_tokens"),
     )
 
@@ -253,7 +252,10 @@ class FlashMoELaunch(_Sized):
 
     _fields_ = _fields(
         (ctypes.c_uint32, "struct_size"),
-        (ctypes.c_int32, "num_row_blocks num_tokens grad_probs_dtype layer grad_columns"),
+        (
+            ctypes.c_int32,
+            "num_row_blocks num_tokens grad_probs_dtype layer grad_columns copies_are_current",
+        ),
         (
             ctypes.c_void_p,
             "plan weight_maps weight_copies biases rows preact scratch out grad_probs x",

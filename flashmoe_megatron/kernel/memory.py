@@ -39,6 +39,8 @@ class MemoryPlan:
         weight_maps: Descriptors of one layer's weights and of where their gradients go.
         weight_copies: Copies of one layer's weights that a pass of experts in FP8 multiplies, one
             for all layers of a shape: as many bytes as the weights have.
+        own_copies: Copies that forwards keep of each layer's weights while the owner promises that
+            these stay as they are; none without a promise.
         kept: What one forward keeps for its backward: the plan, the received rows and the
             pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
         forward: The further bytes of a forward that a backward follows, while it runs: activations
@@ -62,6 +64,7 @@ class MemoryPlan:
     workspace: int
     weight_maps: int
     weight_copies: int
+    own_copies: int
     kept: int
     forward: int
     backward: int
@@ -178,7 +181,8 @@ def plan_memory(
         symmetric=int(sizes.heap_bytes),
         workspace=int(sizes.workspace_bytes),
         weight_maps=int(sizes.weight_map_bytes) + int(sizes.grad_table_bytes),
-        weight_copies=int(sizes.weight_copy_bytes),
+        weight_copies=max(sizes.weight_copy_bytes),
+        own_copies=int(sizes.weight_copy_bytes[False]),
         kept=kept,
         forward=forward,
         backward=backward,

@@ -31,7 +31,8 @@ for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
     "forward(Tensor(a!) plan, Tensor weight_maps, Tensor(f!)? weight_copies, Tensor? biases,"
     " Tensor(b!)? rows, Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
-    f" bool is_planned, int layer, int problem, int group, {_INPUT}) -> ()",
+    " bool copies_are_current, bool is_planned, int layer, int problem, int group,"
+    f" {_INPUT}) -> ()",
     "settle(Tensor route_counts, Tensor? weight_maps, Tensor? biases, int problem, int group)"
     " -> ()",
     "gather(Tensor x, Tensor plan, Tensor(a!) rows, int num_row_blocks, int problem, int group)"
@@ -129,6 +130,7 @@ def _launch(
     layer: int,
     grad_columns: int,
     *tensors: torch.Tensor | None,
+    copies_are_current: bool = False,
 ) -> object:
     return ctypes.byref(
         bindings.FlashMoELaunch(
@@ -137,6 +139,7 @@ def _launch(
             grad_probs_dtype,
             layer,
             grad_columns,
+            copies_are_current,
             *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
         )
     )
@@ -152,6 +155,7 @@ def _forward(
     scratch: torch.Tensor,
     out: torch.Tensor,
     num_row_blocks: int,
+    copies_are_current: bool,
     is_planned: bool,
     layer: int,
     problem: int,
@@ -159,7 +163,15 @@ def _forward(
     *given: Any,
 ) -> None:
     tensors = plan, weight_maps, weight_copies, biases, rows, preact, scratch, out
-    launch = _launch(num_row_blocks, out.shape[0], 0, layer, 0, *tensors)
+    launch = _launch(
+        num_row_blocks,
+        out.shape[0],
+        0,
+        layer,
+        0,
+        *tensors,
+        copies_are_current=copies_are_current,
+    )
     _call("forward", problem, group, _input(*given), launch, is_planned)
 
 

@@ -17,6 +17,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel import bindings, ops
 from flashmoe_megatron.kernel.group_memory import GroupMemory
+from flashmoe_megatron.promise import Making
 from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad
 
 MOST_LAYERS = 1024
@@ -29,7 +30,7 @@ _Table = TypeVar("_Table")
 class WeightTables:
     """Tables on the device: TMA descriptors of all matrices, and addresses of biases.
 
-    With experts in FP8 the descriptors are of ``copies``, which every launch fills from the weights
+    With experts in FP8 the descriptors are of ``copies``, which launches fill from the weights
     themselves.
     """
 
@@ -54,10 +55,15 @@ class AddressTables:
         weights: ExpertWeights,
         problem: bindings.FlashMoEProblem,
         sizes: bindings.FlashMoESizes,
+        copies: torch.Tensor | None = None,
     ) -> WeightTables:
         """Returns the tables of a layer's weights, whose addresses are read again at every call.
 
-        Problem and sizes are the library's for the weights' dtype and layout.
+        Args:
+            weights: The layer's.
+            problem: The library's for the weights' dtype and layout.
+            sizes: Likewise.
+            copies: Memory for this layer's copies alone, else all layers use one in turn.
 
         Raises:
             ShapeError: A weight is not what the layer was built for, or the kernel cannot read it.
@@ -69,6 +75,8 @@ class AddressTables:
         heap = self._heap(problem)
         layout = (weights.transposed, weights.split, first.shape, first.stride(), first.dtype, heap)
         key: tuple[Hashable, ...] = layout, tuple(map(torch.Tensor.data_ptr, tensors))
+        if copies is not None:
+            key += (copies.data_ptr(),)
         if len(tensors) < 2 * self._config.num_local_experts:  # few, and how stacks step counts
             key += tuple(tensor.stride() for tensor in tensors)
         known = self._of_weights.get(key)
@@ -93,7 +101,8 @@ class AddressTables:
             for each in (addresses["fc1"] + addresses.get("fc1_up", []), addresses["fc2"])
         )
         host = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8, device="cpu")
-        copies = self._copies_of_a_layer(int(sizes.weight_copy_bytes))
+        if copies is None:
+            copies = self._copies_of_a_layer(max(sizes.weight_copy_bytes))
         at = None if copies is None else copies.data_ptr()
         bindings.call("encode_weights", problem, fc1, fc2, at, host.data_ptr())
         biases = addresses.get("fc1_bias", []) + addresses.get("fc2_bias", [])
@@ -113,6 +122,20 @@ class AddressTables:
                 self._memory.captured.keep(copies)
             else:
                 self._copies = copies
+        return copies
+
+    def own_copies(self, making: Making, num_bytes: int) -> torch.Tensor:
+        """Returns memory for the copies that a forward keeps of one layer's weights."""
+        copies = making.made
+        if (
+            not isinstance(copies, torch.Tensor)
+            or copies.nbytes != num_bytes
+            or copies.device != self._device
+        ):
+            copies = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            making.keep(copies)
+        if torch.cuda.is_current_stream_capturing():
+            self._memory.captured.keep(copies)
         return copies
 
     def of_grads(

@@ -1,17 +1,27 @@
 """Operands of experts, as they are given or in blockwise FP8.
 
 In FP8 tokens are quantized by the rank that sends them, and travel and are kept as bytes. Each call
-quantizes the weights again, so that no quantized weight is ever older than its parameter. Values
-are read back for the products, which are in bfloat16 with sums in float32: these have the numbers
-of products in FP8, at the speed of bfloat16's. The backward takes the same operands, as Transformer
-Engine's ``backward_override="dequantized"`` does.
+quantizes the weights again, so that no quantized weight is ever older than its parameter, unless
+their owner promises that they are what they were. Values are read back for the products, which are
+in bfloat16 with sums in float32: these have the numbers of products in FP8, at the speed of
+bfloat16's. The backward takes the same operands, as Transformer Engine's
+``backward_override="dequantized"`` does.
 """
 
 from dataclasses import replace
 
 import torch
 
-from flashmoe_megatron.blockwise import ROW, SQUARE, dequantize, pack, quantize, rounded, unpack
+from flashmoe_megatron.blockwise import (
+    ROW,
+    SQUARE,
+    Blocks,
+    dequantize,
+    pack,
+    quantize,
+    rounded,
+    unpack,
+)
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.weights import ExpertWeights
 
@@ -59,10 +69,24 @@ class Blockwise(Precision):
 
     def weights(self, weights: ExpertWeights) -> ExpertWeights:
         """See the base class; an expert's gate and up projections have no block in common."""
+        making = weights.making("separate")
+        if making is None:
+            blocks = _quantized(weights)
+        elif making.is_current:
+            blocks = making.made
+        else:
+            blocks = _quantized(weights)
+            making.keep(blocks)
+            making.note()
         fc1, fc2 = (
-            tuple(rounded(one, SQUARE) for one in kind) for kind in (weights.fc1, weights.fc2)
+            tuple(dequantize(each, one.dtype) for each, one in zip(quantized, kind, strict=True))
+            for quantized, kind in zip(blocks, (weights.fc1, weights.fc2), strict=True)
         )
-        return replace(weights, fc1=fc1, fc2=fc2)
+        return replace(weights, fc1=fc1, fc2=fc2, promise=None)
+
+
+def _quantized(weights: ExpertWeights) -> list[list[Blocks]]:
+    return [[quantize(one, SQUARE) for one in kind] for kind in (weights.fc1, weights.fc2)]
 
 
 def precision_of(config: MoEConfig) -> Precision:

@@ -5,6 +5,7 @@ tensors, in the order of hosts, slots and kinds of weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -123,7 +124,7 @@ def with_replicas(
     order = sorted(range(len(held)), key=lambda slot: held[slot] // local)
     found = {slot: list(_cut(received[place * size :], own[0])) for place, slot in enumerate(order)}
     lists = zip(*own, *(found[slot] for slot in range(len(held))), strict=True)
-    tensors = dict(zip(_kinds(weights), map(tuple, lists), strict=True))
+    tensors: dict[str, Any] = dict(zip(_kinds(weights), map(tuple, lists), strict=True))
     all_slots = ExpertWeights(**tensors, transposed=weights.transposed, split=False)
     return all_slots, received.numel() * received.element_size()
 

@@ -227,6 +227,7 @@ def _launch(choices: Choices) -> Any:
             "grad_probs_dtype": _int32(choices.number()) if choices.flag() else 1,
             **{name: _pointer(choices) for name in pointers},
             "grad_columns": _count(choices),
+            "copies_are_current": choices.integer(1) % 3 if choices.flag() else 0,
             "x": _pointer(choices) if choices.flag() else None,
         },
     )
@@ -392,6 +393,19 @@ _CALLS = {
 }
 
 
+def _copy_bytes(fields: dict[str, int]) -> list[int]:
+    """Bytes of a layer's weights as forwards in FP8 and as their backwards multiply them."""
+    hidden, width = fields["hidden"], fields["intermediate"]
+    local = fields["num_experts"] // fields["num_ranks"]
+    fc1_rows = width * (2 if fields["is_gated"] else 1)
+    scales = sum(
+        num_out // 128 * (-(-num_in // 512) * 4) * 4
+        for num_out, num_in in ((fc1_rows, hidden), (hidden, width))
+    )
+    values = hidden * (fc1_rows + width)
+    return [local * (values + scales), local * 2 * values]
+
+
 def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     """Compares what an accepted problem is told to allocate with sums that cannot overflow.
 
@@ -435,7 +449,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
         "max_row_blocks": blocks,
         "weight_map_bytes": (3 * 128 + 16 if in_fp8 else 2 * 128) * matrices * slots
         + (8 * matrices * local if spare else 0),
-        "weight_copy_bytes": 2 * hidden * (fc1_rows + width) * local if in_fp8 else 0,
+        "weight_copy_bytes": _copy_bytes(fields) if in_fp8 else [0, 0],
         "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots + 8 * (1 + slots),
         "row_block_bytes": 128 * operand_bytes(hidden),
         "preact_block_bytes": 256 * fc1_rows,

@@ -36,6 +36,7 @@ from flashmoe_megatron import (
     moe_router_forward,
     prepare_for_ddp,
     select_backend,
+    unchanged_weights,
 )
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.hosts.backend import HostsBackend
@@ -477,6 +478,7 @@ def test_choosing_a_backend(kind: Any, num_ranks: int):
         prepare_for_ddp,
         lambda model: list(expert_parameters(model)),
         lambda model: RepeatedSteps(model, lambda: None),
+        lambda model: unchanged_weights(model).__enter__(),
     ],
 )
 @given(model=st.none() | st.integers() | st.text() | st.lists(st.integers()))
@@ -496,7 +498,7 @@ def test_everything_public_is_fuzzed_or_carries_no_input():
     here = {
         *("moe_apply", "moe_forward", "FlashMoELayer", "SplitWeights", "ExpertWeights"),
         *("ReferenceBackend", "select_backend", "moe_router_forward", "RouterConfig"),
-        *("prepare_for_ddp", "expert_parameters", "RepeatedSteps"),
+        *("prepare_for_ddp", "expert_parameters", "RepeatedSteps", "unchanged_weights"),
     }
     settings_target = {
         *("MoEConfig", "align_capacity", "expert_capacity", "plan_capacity", "plan_buffer_rows"),

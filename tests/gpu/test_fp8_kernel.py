@@ -13,9 +13,11 @@ from flashmoe_megatron import FlashMoELayer
 from flashmoe_megatron.blockwise import ROW, SQUARE, quantize, rounded
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.kernel import ops
 from flashmoe_megatron.low_rank import FactorGrads, Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
 from flashmoe_megatron.weights import ExpertWeights
@@ -294,6 +296,137 @@ def test_a_graph_quantizes_again_at_each_replay() -> None:
         torch.cuda.synchronize()
         assert torch.equal(out, forward())
     assert not torch.equal(out, before)
+
+
+MICRO_BATCHES = 4
+
+
+def watched_copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether forwards find copies of their weights, from now on."""
+    told, forward = [], ops.forward
+
+    def tell(*arguments: Any) -> None:
+        told.append(arguments[9])
+        forward(*arguments)
+
+    monkeypatch.setattr(ops, "forward", tell)
+    return told
+
+
+def change(weights: list[ExpertWeights]) -> None:
+    """As an optimizer does, without a count."""
+    for share in weights:
+        for weight in (*share.fc1, *share.fc2):
+            weight.data.copy_(weight.flip(-1) * 1.5)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_quantized_once_a_step_change_no_bit(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, inputs = make(num_ranks)
+    plain = steps.weights_of(config, inputs)
+    promised = [replace(share, promise=Promise()) for share in plain]
+    layer, other = VirtualLayer(config), VirtualLayer(config)
+    for _ in range(3):
+        for share in promised:
+            share.promise.give()
+        told = watched_copies(monkeypatch)
+        for number in range(MICRO_BATCHES):
+            batch = replace(inputs, x=[x.roll(number, 0) for x in inputs.x])
+            got = steps.step(layer, batch, promised)
+            seen = told[:]
+            steps.assert_same_bits(got, steps.step(other, batch, plain))
+            assert seen[-num_ranks:] == [number > 0] * num_ranks
+            assert told[-num_ranks:] == [False] * num_ranks
+        torch.cuda.synchronize()
+        for share in promised:
+            copies = share.making("kernel").made
+            first = share.fc1[0]
+            values = copies[: first.numel()].view(first.shape)
+            assert torch.equal(values, quantize(first, SQUARE).values.view(torch.uint8))
+            share.promise.end()
+        monkeypatch.undo()
+        change(plain)
+    layer.check_guards()
+
+
+def test_a_broken_promise_is_not_noticed() -> None:
+    """So copies are used; and what the layer can see for itself has them made again."""
+    config, inputs = make(1)
+    weights = [replace(share, promise=Promise()) for share in steps.weights_of(config, inputs)]
+    layer = VirtualLayer(config)
+
+    def out() -> torch.Tensor:
+        return layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)[0][0].clone()
+
+    weights[0].promise.give()
+    before = out()
+    change(weights)
+    assert torch.equal(out(), before)
+    weights[0].fc1[0].mul_(1)
+    after = out()
+    assert not torch.equal(after, before)
+    weights[0].promise.end()
+    assert torch.equal(out(), after)
+
+
+def test_a_graph_of_a_step_quantizes_in_its_first_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, inputs = make(1)
+    backend = select_backend(config, None, device(), kind="kernel", row_bound=2.0)
+    weights = replace(steps.weights_of(config, inputs)[0], promise=Promise())
+    batches = [inputs.x[0].roll(number, 0) for number in range(MICRO_BATCHES)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        given = x, inputs.probs[0], inputs.routing_map[0], weights
+        return backend.forward(*given, training=True)[0]
+
+    def step() -> list[torch.Tensor]:
+        weights.promise.give()
+        outs = [forward(x) for x in batches]
+        weights.promise.end()
+        return outs
+
+    told = watched_copies(monkeypatch)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        graph, piece = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = step()
+        weights.promise.give()
+        before = forward(batches[0]).clone()
+        with torch.cuda.graph(piece, stream=stream):
+            out = forward(batches[0])
+        again = forward(batches[0])
+        assert told == [number > 0 for number in range(MICRO_BATCHES)] * 2 + [False, False, True]
+        assert torch.equal(again, before)
+        weights.promise.end()
+        for _ in range(2):
+            change([weights])
+            want = [forward(x) for x in batches]
+            graph.replay()
+            piece.replay()
+            torch.cuda.synchronize()
+            for got, one in zip((*outs, out), (*want, want[0]), strict=True):
+                assert torch.equal(got, one)
+            assert not torch.equal(out, before)
+
+
+@pytest.mark.parametrize("keep", ["all", "inputs"])
+def test_a_training_with_copies_of_each_step_has_the_same_bits(keep: str) -> None:
+    config = replace(test_fp8.CONFIG, num_experts=4)
+    layers = [
+        FlashMoELayer(
+            config, device="cuda", dtype=torch.bfloat16, router=True, backend="kernel", keep=keep
+        )
+        for _ in range(2)
+    ]
+    layers[1].load_state_dict(layers[0].state_dict())
+    test_fp8.train_both(layers, torch.randn(16, config.hidden, device="cuda").bfloat16())
 
 
 def test_weights_in_another_form_are_refused() -> None:

@@ -260,7 +260,9 @@ class VirtualLayer:
         """Launches the layers. All ranks are tried, then the first rank's error is raised."""
         for rank in range(len(pending)):
             # Tables are allocated, which may wait for a launch that waits for a later rank's.
-            self.backends[rank]._use_weights(weights[rank])
+            backend, share = self.backends[rank], weights[rank]
+            for making in (None, backend._making(share)):  # a backward's, and this forward's
+                backend._use_weights(share, making)
         found: list[tuple[torch.Tensor, Any]] = []
         errors = []
         for rank, plan in enumerate(pending):

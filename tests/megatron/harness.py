@@ -282,6 +282,7 @@ def _train(case: Case, is_fused: bool) -> Outcome:
             clip_grad=1.0,
             params_dtype=config.params_dtype,
             fp16=config.fp16,
+            bf16=config.params_dtype == torch.bfloat16,
             initial_loss_scale=case.initial_loss_scale,
             hysteresis=1,
             use_distributed_optimizer=ddp_config.use_distributed_optimizer,
@@ -419,7 +420,7 @@ def build_model(config: Any, layout: Layout, experts: str | None = None) -> list
 
 
 def _in_half(config: Any, chunk: Any) -> Any:
-    if not config.fp16:
+    if config.params_dtype == torch.float32:
         return chunk
     from megatron.core.transformer.module import Float16Module
 

@@ -172,12 +172,13 @@ class Library:
         found = sizes._obj
         found.max_row_blocks = MOST_BLOCKS
         for name, kind in bindings.FlashMoESizes._fields_[2:]:
-            if kind is ctypes.c_uint64 and name != "weight_copy_bytes":
+            if kind is ctypes.c_uint64:
                 setattr(found, name, 4096)
         wanted = getattr(problem, "_obj", problem)
         in_fp8 = wanted.experts == bindings.FP8
         row_bytes = fp8_row_bytes(wanted.hidden) if in_fp8 else 2 * wanted.hidden
         found.row_block_bytes = TILE_M * row_bytes
+        found.weight_copy_bytes[:] = (1024, 2048) if in_fp8 else (0, 0)
         found.reads_tokens[True] = self.reads_tokens
         return bindings.OK
 

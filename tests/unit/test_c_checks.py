@@ -145,6 +145,7 @@ def test_fp8_needs_copies_of_weights_and_has_no_biases() -> None:
         (fields, "weight_copies is at (nil): wanted a 256-byte aligned address"),
         ({**fields, "weight_copies": 0x200080}, "weight_copies is at 0x200080: wanted a 256-byte"),
         ({**copied, "biases": 0x900000}, "biases of FP8 experts: wanted NULL"),
+        ({**copied, "copies_are_current": 2}, "copies_are_current 2: wanted 0 or 1"),
     ):
         one_pass = [problem, group, given, bindings.FlashMoELaunch(**launch)]
         assert library.flashmoe_forward(*map(ctypes.byref, one_pass), 0) == bindings.BAD_ARGUMENT
@@ -169,7 +170,12 @@ def test_one_problem_in_fp8_has_room_for_both_passes() -> None:
         read = 128 * 128 * 2  # a block of rows in bfloat16
         assert in_fp8.scratch_block_bytes[1] == plain.scratch_block_bytes[1] + read
         assert in_fp8.row_block_bytes < plain.row_block_bytes
-        assert plain.weight_copy_bytes == 0
+        assert [*plain.weight_copy_bytes] == [0, 0]
+        forward, backward = in_fp8.weight_copy_bytes
+        local = 8 // ranks
+        assert backward == local * 2 * 128 * (512 + 256)
+        rows_of_blocks = 512 // 128 + 128 // 128  # each with its scales in 16 bytes
+        assert forward == backward // 2 + local * 16 * rows_of_blocks
 
 
 BUFFERS = {"plan": 0x700000, "weight_maps": 0x400000, "scratch": 0x900000, "out": 0x800000}

@@ -4,6 +4,7 @@
 with the oracle.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron import FlashMoELayer
+from flashmoe_megatron import FlashMoELayer, unchanged_weights
 from flashmoe_megatron.adapters.experts import GroupBackends
 from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.call import Backend
@@ -329,6 +330,39 @@ def compare_steps(
     assert not torch.equal(results[0][0], before)
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+STEPS, MICRO_BATCHES = 3, 4
+
+
+def train_both(
+    layers: list[FlashMoELayer], x: torch.Tensor, counts: list[int] | None = None
+) -> None:
+    """Trains equal layers, the first with copies of each step, and compares their bits.
+
+    An optimizer's step ends with a write through ``.data``. ``counts`` gets a number more for each
+    layer and step.
+    """
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.5) for one in layers]
+    for _ in range(STEPS):
+        outs: list[list[torch.Tensor]] = []
+        for number, (one, optimizer) in enumerate(zip(layers, optimizers, strict=True)):
+            optimizer.zero_grad()
+            outs.append([])
+            with unchanged_weights(one) if number == 0 else contextlib.nullcontext():
+                for micro_batch in range(MICRO_BATCHES):
+                    outs[-1].append(one(x.roll(micro_batch, 0)))
+                    outs[-1][-1].square().mean().backward()
+            optimizer.step()
+            one.fc2.data.neg_()
+            if counts is not None:
+                counts.append(0)
+        for got, want in zip(*outs, strict=True):
+            assert torch.equal(got, want)
+        for got, want in zip(*(one.parameters() for one in layers), strict=True):
+            assert torch.equal(got, want)
+            assert want.isfinite().all()
+            assert torch.equal(got.grad, want.grad)
 
 
 @pytest.mark.parametrize("change", [step, load, write_data, give_memory], ids=lambda f: f.__name__)

@@ -71,5 +71,5 @@ def test_layers_in_fp8_share_the_copies_of_their_weights(monkeypatch):
     assert first is second
     assert first is not captured
     assert first is not None
-    assert first.nbytes == sizes.weight_copy_bytes == 2 * 8 * 128 * (256 + 128)
+    assert first.nbytes == max(sizes.weight_copy_bytes) == 2 * 8 * 128 * (256 + 128)
     assert given == [captured.data_ptr(), first.data_ptr(), first.data_ptr()]

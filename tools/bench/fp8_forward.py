@@ -2,9 +2,10 @@
 
     python -m tools.bench.fp8_forward --one-of 4 --out results.jsonl
 
-It calls the C interface. Both forwards are of a rank that is alone, with the same tokens, routing
-and weights; in FP8 it quantizes weights, tokens and activations itself. Values are random, since
-power bounds what products reach.
+It calls the C interface. All forwards are of a rank that is alone, with the same tokens, routing
+and weights; in FP8 it quantizes weights, tokens and activations itself. A third one ("current") is
+in FP8, too, and has copies of its weights from an earlier forward, as all micro-batches of a step
+but the first can have. Values are random, since power bounds what products reach.
 """
 
 import argparse
@@ -84,7 +85,8 @@ class Rank:
         )
         self.stream = torch.cuda.Stream()
         maps = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8)
-        self._copies = self._empty(sizes.weight_copy_bytes) if config.experts == "fp8" else None
+        num_bytes = max(sizes.weight_copy_bytes)
+        self._copies = self._empty(num_bytes) if config.experts == "fp8" else None
         bindings.call(
             "encode_weights",
             self._problem,
@@ -112,6 +114,7 @@ class Rank:
         routing_map: torch.Tensor,
         *,
         plan_apart: bool = False,
+        copies_are_current: bool = False,
     ) -> None:
         """Launches a forward on the rank's stream; all ranks of a group do.
 
@@ -120,6 +123,7 @@ class Rank:
             probs: ``[tokens, num_experts]`` float32.
             routing_map: ``[tokens, num_experts]`` bool.
             plan_apart: Whether a launch of its own plans.
+            copies_are_current: Whether an earlier forward has quantized the weights.
         """
         given = bindings.FlashMoEInput(
             num_tokens=len(x),
@@ -131,6 +135,7 @@ class Rank:
         if plan_apart:
             bindings.call("plan", self._problem, self._group, given, self.plan.data_ptr())
         launch = self._launch(len(x))
+        launch.copies_are_current = copies_are_current
         bindings.call("forward", self._problem, self._group, given, launch, plan_apart)
 
     def gather(self, x: torch.Tensor) -> None:
@@ -181,7 +186,9 @@ def lone_rank(problem: Problem, experts: str) -> Rank:
     return rank
 
 
-def turn_ms(rank: Rank, problem: Problem, launches: int) -> float:
+def turn_ms(
+    rank: Rank, problem: Problem, launches: int, *, copies_are_current: bool = False
+) -> float:
     """Milliseconds of a launch, of some that follow one another without a pause."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     x, probs = problem.x.detach(), problem.probs.detach()
@@ -189,7 +196,12 @@ def turn_ms(rank: Rank, problem: Problem, launches: int) -> float:
         for i in range(launches + 3):
             if i == 3:
                 events[0].record()
-            rank.forward(x, probs, problem.routing_map)
+            rank.forward(
+                x,
+                probs,
+                problem.routing_map,
+                copies_are_current=copies_are_current and i > 0,
+            )
         events[1].record()
     torch.cuda.synchronize()
     if fault := rank.fault():
@@ -224,10 +236,14 @@ def main(arguments: list[str]) -> int:
             precision: partial(turn_ms, rank, problem, options.launches)
             for precision, rank in ranks.items()
         }
+        takers["current"] = partial(takers["fp8"], copies_are_current=True)
         times = in_turns(takers, options.turns)
         medians = {precision: statistics.median(of) for precision, of in times.items()}
         ratio = medians["bf16"] / medians["fp8"]
-        log(f"{name}: bf16 {medians['bf16']:.3f} ms, fp8 {medians['fp8']:.3f} ms, {ratio:.2f} x")
+        log(
+            f"{name}: bf16 {medians['bf16']:.3f} ms, fp8 {medians['fp8']:.3f} ms, {ratio:.2f} x; "
+            f"with weights quantized before {medians['current']:.3f} ms"
+        )
         record.write(measurement="fp8_forward", shape=name, milliseconds=times, ratio=ratio)
     return 0
 

@@ -7,7 +7,7 @@ parameters, optimizer state and checkpoints are its own.
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -29,12 +29,14 @@ from flashmoe_megatron.adapters.deepspeed.routed import RoutedExperts
 from flashmoe_megatron.adapters.deepspeed.routes import RouteCounter
 from flashmoe_megatron.adapters.deepspeed.settings import SECTION, Settings
 from flashmoe_megatron.adapters.deepspeed.slices import size_buckets
+from flashmoe_megatron.adapters.deepspeed.unchanged import Batches, promise_problem
 from flashmoe_megatron.adapters.experts import GroupBackends, read_calibration
 from flashmoe_megatron.adapters.indexed import facts_of
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.grid import host_name
 from flashmoe_megatron.measured.calibration import Calibration
+from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.ranks import Ranks, check_alike
 from flashmoe_megatron.telemetry.registry import choose_metrics
 
@@ -68,6 +70,8 @@ class _Layer:
 class _State:
     backends: dict[dist.ProcessGroup, GroupBackends]
     report: dict[str, str]
+    promises: list[Promise] = field(default_factory=list)
+    """The promises of all fused layers."""
 
 
 def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
@@ -90,6 +94,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
             info = infos[layer.name] = layer.family.inspect(layer.module)
             problem = (
                 engine_problem(engine)
+                or promise_problem(engine, settings)
                 or gate_problem(layer.module, settings)
                 or replicas_problem(info, engine.zero_optimization_stage(), settings)
                 or layer_problem(info, settings, engine.device)
@@ -125,6 +130,7 @@ def attach_engine(engine: Any, settings: Settings) -> dict[str, str]:
         info = infos[layer.name]
         served = _serve(info, layer.module, number, state, engine, settings)
         fuse(layer.module, layer.family.FUSED_CLASS, info, served)
+        state.promises.append(served.experts.promise)
     if settings.slice_gradients and any_fused and not hasattr(engine, _STATE):
         fused_layers = [layer.module.flashmoe.experts for layer in layers if layer.is_fused]
         groups = [infos[layer.name].group for layer in fusing.values()]
@@ -233,6 +239,7 @@ def _serve(
         info.dtype,
         layer=number,
         capacity_factor=factor if factor > 0 else 1.0,
+        is_promised=settings.quantize == "step",
     )
     return Served(experts=experts, routes=RouteCounter(engine.device))
 
@@ -263,6 +270,9 @@ def _watch(
 
     handle = engine.module.register_forward_pre_hook(refuse_late_layers)
     served = [layer.module.flashmoe for layer in _find_layers(engine.module) if layer.is_fused]
+    if settings.quantize == "step":
+        batches = Batches(engine, state.promises)
+        engine.module.register_forward_pre_hook(lambda *_: batches())
     if not any_fused or not settings.metrics_interval or not choose_metrics(settings.metrics):
         return
     # DeepSpeed has its monitors on rank 0, whatever other ranks' configurations say.

@@ -93,10 +93,14 @@ class RoutedExperts(LayerExperts):
         self._config = config
         self._experts = experts
         self._group = group
-        self._held = HeldExperts(experts, hidden=expert_width(config))
+        self._settings = with_config(config, current_settings())
+        self._held = HeldExperts(
+            experts,
+            hidden=expert_width(config),
+            promise=self.promise if self._settings.quantize == "step" else None,
+        )
         self._hooks: ExpertHooks | None = None
         self.calibration: Calibration | None = None
-        self._settings = with_config(config, current_settings())
         check_early_routing(config, self._settings)
         check_fp8_experts(config, self._settings)
         self.pre_gates = self._settings.pre_gate

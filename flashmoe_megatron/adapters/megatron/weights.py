@@ -1,5 +1,6 @@
 """Reads the weights of Megatron's expert modules, which keep owning them and compute nothing."""
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -19,6 +20,7 @@ from flashmoe_megatron.adapters.megatron.lora import (
     with_additions,
 )
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.touched import find_touched
 from flashmoe_megatron.weights import ExpertWeights, WrappedWeights
 
@@ -33,15 +35,23 @@ class HeldExperts:
     word, so that it is refused; LoRA of Megatron-Bridge is read. Classes and structure are looked
     at again only where modules or parameters are others.
 
+    Args:
+        experts: The ``experts`` of a MoELayer.
+        hidden: The model's width.
+        promise: Goes with the weights; ``None`` if the adapter promises nothing.
+
     Raises:
         ConfigError: Their structure is not known, a class or a ``forward`` is not Megatron's, or
             there are hooks around a forward or a backward, but for those of Megatron's DDP; names
             the module.
     """
 
-    def __init__(self, experts: torch.nn.Module, *, hidden: int) -> None:
+    def __init__(
+        self, experts: torch.nn.Module, *, hidden: int, promise: Promise | None = None
+    ) -> None:
         self._experts = experts
         self._hidden = hidden
+        self._promise = promise
         self._classes: Classes = ()
         self._held: tuple[list[list[str]], list[type], list[Any]] = ([], [], [])
         self._weights: ExpertWeights | None = None
@@ -106,6 +116,8 @@ class HeldExperts:
         tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
         # Views are made in each call, and adapters have a scale, which is no parameter.
         is_plain = not isinstance(weights, AdaptedWeights)
+        if is_plain and self._promise is not None:
+            weights = dataclasses.replace(weights, promise=self._promise)
         if is_plain and set(map(id, params)).issuperset(map(id, tensors)):
             self._held, self._weights = (names, classes, params), weights
         return weights

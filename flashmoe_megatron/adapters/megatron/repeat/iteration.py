@@ -44,6 +44,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
     flag_of,
     megatron_args,
 )
+from flashmoe_megatron.adapters.megatron.unchanged import unchanged_within
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.errors import ConfigError
@@ -276,7 +277,8 @@ def patch_schedules(schedules: ModuleType) -> None:
 
 def _repeated(original: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return ITERATIONS.run(functools.partial(original, *args), kwargs, lambda: None)
+        with unchanged_within(kwargs.get("model")):
+            return ITERATIONS.run(functools.partial(original, *args), kwargs, lambda: None)
 
     return run
 

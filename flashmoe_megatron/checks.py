@@ -260,7 +260,7 @@ def check_fp8(config: MoEConfig, dtype: torch.dtype, *, transposed: bool, has_bi
     Raises:
         ConfigError: They are not bfloat16, are transposed, or have biases.
     """
-    if config.experts != "fp8":
+    if not config.in_fp8:
         return
     for problem, got in (
         (dtype != torch.bfloat16, f"weights in {dtype}: wanted bfloat16"),
@@ -268,7 +268,7 @@ def check_fp8(config: MoEConfig, dtype: torch.dtype, *, transposed: bool, has_bi
         (has_biases, "biases: wanted none"),
     ):
         if problem:
-            raise ConfigError(f"experts='fp8' with {got}, or experts='bf16'")
+            raise ConfigError(f"experts={config.experts!r} with {got}, or experts='bf16'")
 
 
 def check_kernel_experts(config: MoEConfig) -> None:
@@ -277,11 +277,11 @@ def check_kernel_experts(config: MoEConfig) -> None:
     Raises:
         ConfigError: They have softcaps, or gate and up rows whose blocks FP8 cannot have.
     """
-    if config.experts == "fp8" and config.glu_interleave % FP8_GRANULE:
+    if config.in_fp8 and config.glu_interleave % FP8_GRANULE:
         raise ConfigError(
-            f"experts='fp8' with glu_interleave={config.glu_interleave} on the backend 'kernel', "
-            f"where a scale is of gate or of up rows: wanted 0 or a multiple of {FP8_GRANULE}, the "
-            "backend 'scheduled' or 'reference', or experts='bf16'"
+            f"experts={config.experts!r} with glu_interleave={config.glu_interleave} on the "
+            "backend 'kernel', where a scale is of gate or of up rows: wanted 0 or a multiple of "
+            f"{FP8_GRANULE}, the backend 'scheduled' or 'reference', or experts='bf16'"
         )
     if config.is_softcapped:
         raise ConfigError(

@@ -86,7 +86,7 @@ KeepOption = Literal["auto", "all", "preactivations", "inputs"]
 """The same, or that sizes decide: :func:`~flashmoe_megatron.planner.choose_keep`."""
 
 
-Experts = Literal["bf16", "fp8"]
+Experts = Literal["bf16", "fp8", "fp8_dgrad"]
 """Precisions of experts: in "bf16" they compute in their weights' dtype, whichever it is."""
 
 
@@ -139,7 +139,8 @@ class MoEConfig:
             1 (GPT-OSS), or a power of two from 8 on; divides F. With 0 all gate rows come first.
             Biases and all gradients have the order of the rows.
         experts: With "fp8" forwards are computed in blockwise FP8, and backwards in bfloat16 from
-            the same operands; with "bf16" both are computed in the weights' dtype.
+            the same operands; with "fp8_dgrad" so are gradients of tokens, and those of weights
+            alone in bfloat16; with "bf16" all are computed in the weights' dtype.
     """
 
     hidden: int
@@ -205,20 +206,21 @@ class MoEConfig:
         if self.experts not in get_args(Experts):
             names = ", ".join(get_args(Experts))
             raise ConfigError(f"experts={self.experts!r}: wanted one of {names}")
-        if self.experts != "fp8":
+        if not self.in_fp8:
             return
         for name in ("hidden", "intermediate"):
             value = getattr(self, name)
             if value % FP8_GRANULE:
                 raise ConfigError(
-                    f"experts='fp8' with {name}={value}: wanted a multiple of {FP8_GRANULE}, as "
-                    "many values as share a scale, or experts='bf16'"
+                    f"experts={self.experts!r} with {name}={value}: wanted a multiple of "
+                    f"{FP8_GRANULE}, as many values as share a scale, or experts='bf16'"
                 )
         for name in ("clamp_value", "linear_offset", *_SOFTCAPS):
             value = getattr(self, name)
             if value:
                 raise ConfigError(
-                    f"experts='fp8' with {name}={value!r}: wanted none, or experts='bf16'"
+                    f"experts={self.experts!r} with {name}={value!r}: wanted none, or "
+                    "experts='bf16'"
                 )
 
     def _check_glu(self) -> None:
@@ -277,9 +279,23 @@ class MoEConfig:
         """Tells whether experts have a softcap, which the kernel does not compute."""
         return self.gate_softcap is not None or self.up_softcap is not None
 
-    def dispatched_bytes(self, element_bytes: int) -> int:
-        """Bytes of a token's row on its way to an expert, where the token has such elements."""
-        return fp8_row_bytes(self.hidden) if self.experts == "fp8" else self.hidden * element_bytes
+    @property
+    def in_fp8(self) -> bool:
+        """Tells whether forwards multiply in FP8."""
+        return self.experts != "bf16"
+
+    @property
+    def has_fp8_dgrad(self) -> bool:
+        """Tells whether backwards do so, too, but for gradients of weights."""
+        return self.experts == "fp8_dgrad"
+
+    def dispatched_bytes(self, element_bytes: int, *, is_backward: bool = False) -> int:
+        """Bytes of a row on its way to an expert: a token's, or a gradient's of an output.
+
+        The token, or the output, has such elements.
+        """
+        in_fp8 = self.has_fp8_dgrad if is_backward else self.in_fp8
+        return fp8_row_bytes(self.hidden) if in_fp8 else self.hidden * element_bytes
 
     @property
     def num_local_experts(self) -> int:

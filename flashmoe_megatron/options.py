@@ -356,8 +356,10 @@ class FrameworkOptions(BackendOptions):
         "What routed experts compute in. bf16 takes the dtype of their parameters. fp8 computes "
         "forwards in blockwise FP8 (E4M3, with a power of two as the scale of each 1 x 128 values "
         "of tokens and 128 x 128 of weights), sends tokens so, and computes backwards in bfloat16 "
-        "from what forwards computed with. On the kernel forwards of wide experts take less time "
-        "so; the backends scheduled and reference have it, no faster than bfloat16.",
+        "from what forwards computed with. fp8_dgrad has gradients of tokens in FP8, too, from "
+        "gradients that are quantized and sent as tokens are, and those of weights in bfloat16. On "
+        "the kernel wide experts take less time so; the backends scheduled and reference have "
+        "both, no faster than bfloat16.",
     )
     quantize: Quantize = option(
         "pass",
@@ -396,7 +398,7 @@ class FrameworkOptions(BackendOptions):
     def __post_init__(self) -> None:
         """Refuses values without a meaning; derives whether the kernel counts."""
         super().__post_init__()
-        if self.quantize == "step" and self.experts != "fp8":
+        if self.quantize == "step" and self.experts == "bf16":
             wanted = f"wanted experts fp8, or pass, since experts {self.experts} have no copies"
             raise self.refusal("quantize", self.quantize, wanted)
         object.__setattr__(self, "counters", self.metrics != "none")

@@ -301,8 +301,8 @@ def check_combine(
         problem = f"combine={options.combine!r}, whose bits they would change: wanted 'routes'"
     elif options.row_bound is not None:
         problem = f"row_bound={options.row_bound}, with which no host reads routes: wanted none"
-    elif config.experts == "fp8":
-        problem = "experts='fp8', whose weights travel in bfloat16: wanted 'bf16'"
+    elif config.in_fp8:
+        problem = f"experts={config.experts!r}, whose weights travel in bfloat16: wanted 'bf16'"
     elif slots > most:
         problem = (
             f"{num_hosts} host{'s' * (num_hosts > 1)} of {config.num_local_experts} experts a "
@@ -318,10 +318,10 @@ def check_fp8_by_route(config: MoEConfig, options: BackendOptions, kind: Kind) -
     Raises:
         ConfigError: Results travel by route.
     """
-    if config.experts == "fp8" and kind == "kernel" and options.combine == "routes":
+    if config.in_fp8 and kind == "kernel" and options.combine == "routes":
         raise ConfigError(
-            "experts='fp8' on the kernel with combine='routes', which no GPU has run yet: wanted "
-            "'shares', or experts='bf16'"
+            f"experts={config.experts!r} on the kernel with combine='routes', which no GPU has run "
+            "yet: wanted 'shares', or experts='bf16'"
         )
 
 

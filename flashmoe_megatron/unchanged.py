@@ -36,7 +36,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
     promises = [
         module.promise
         for module in model.modules()
-        if isinstance(module, FlashMoELayer) and module.config.experts == "fp8"
+        if isinstance(module, FlashMoELayer) and module.config.in_fp8
     ]
     if not promises:
         raise ConfigError(

@@ -1,6 +1,6 @@
 // The calls of the C interface that are compiled three times: a layer with experts in FP8 takes
-// those in FP8, but for its backward; a group whose layers have spare slots those with slots, any
-// other the same as if there were neither.
+// those in FP8, but for its backward, or what of it is not in FP8; a group whose layers have spare
+// slots those with slots, any other the same as if there were neither.
 #include <algorithm>
 
 #include "host/error.h"
@@ -19,7 +19,11 @@ namespace {
 
 bool is_fp8(const FlashMoEProblem* p) {
     if (p == nullptr or p->struct_size != sizeof(FlashMoEProblem)) return false;
-    return p->experts == FLASHMOE_FP8;
+    return p->experts == FLASHMOE_FP8 or p->experts == FLASHMOE_FP8_DGRAD;
+}
+
+bool has_fp8_dgrad(const FlashMoEProblem* p) {
+    return is_fp8(p) and p->experts == FLASHMOE_FP8_DGRAD;
 }
 
 bool has_slots(const FlashMoEProblem* p) {
@@ -52,6 +56,7 @@ int flashmoe_sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
     sizes->heap_bytes = std::max(sizes->heap_bytes, of_backward.heap_bytes);
     sizes->workspace_bytes = std::max(sizes->workspace_bytes, of_backward.workspace_bytes);
     sizes->scratch_block_bytes[1] = of_backward.scratch_block_bytes[1];
+    if (has_fp8_dgrad(problem)) return FLASHMOE_OK;
     sizes->weight_copy_bytes[1] = of_backward.weight_copy_bytes[1];
     return FLASHMOE_OK;
 }
@@ -75,7 +80,7 @@ int flashmoe_encode_weights(const FlashMoEProblem* problem,
                             const void* const* fc2,
                             void* weight_copies,
                             void* weight_maps) {
-    if (is_fp8(problem)) {  // a backward's
+    if (is_fp8(problem) and not has_fp8_dgrad(problem)) {  // a backward's
         FLASHMOE_TRY(flashmoe::encode_weights(problem, fc1, fc2, weight_copies, weight_maps));
     }
     return choose(flashmoe::encode_weights, flashmoe_with_slots::encode_weights,
@@ -133,6 +138,10 @@ int flashmoe_backward(const FlashMoEProblem* problem,
                       int32_t grads_dtype,
                       int32_t accumulate,
                       uint64_t number) {
+    if (has_fp8_dgrad(problem)) {  // gradients of tokens, ahead of those of weights
+        FLASHMOE_TRY(flashmoe_in_fp8::backward(problem, group, launch, grad_out, grad_table,
+                                               grads_dtype, accumulate, number));
+    }
     return choose(flashmoe::backward, flashmoe_with_slots::backward, flashmoe::backward, problem,
                   group, launch, grad_out, grad_table, grads_dtype, accumulate, number);
 }

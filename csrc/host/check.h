@@ -50,6 +50,10 @@ constexpr int kMaxTokens = 1 << 24;              // bounds one rank's tokens
 constexpr int64_t kMaxSlotElements = 1ll << 48;  // more than the widest experts have
 constexpr uint64_t kMaxTimeoutNs = 1ull << 62;   // deadlines are sums of signed nanoseconds
 
+// Forwards multiply in FP8, and with the second backwards, too.
+inline bool is_in_fp8(const FlashMoEProblem* p) { return p->experts != FLASHMOE_AS_GIVEN; }
+inline bool has_fp8_dgrad(const FlashMoEProblem* p) { return p->experts == FLASHMOE_FP8_DGRAD; }
+
 inline int forward_tiles(const FlashMoEProblem* p) {
     // Half of a gated tile's columns are `up`.
     return ceil_div(p->intermediate, p->is_gated ? BLOCK_N / 2 : BLOCK_N);
@@ -73,8 +77,7 @@ constexpr int kMostReadsOfGrads = 3;
 // all of them at home. A backward reads them for fc1's gradients. Rows in FP8 are not what tokens
 // are.
 inline bool reads_tokens(const FlashMoEProblem* p, bool is_backward) {
-    const bool in_fp8 = p->experts == FLASHMOE_FP8;
-    if (in_fp8 or p->num_ranks > 1 or (is_backward and kHasReplicas)) return false;
+    if (is_in_fp8(p) or p->num_ranks > 1 or (is_backward and kHasReplicas)) return false;
     return forward_tiles(p) <= (is_backward ? kMostReadsOfGrads : kMostReads);
 }
 
@@ -167,8 +170,9 @@ inline int check_slots(const FlashMoEProblem* p) {
 // Checks what experts compute with.
 inline int check_experts(const FlashMoEProblem* p) {
     if (p->experts == FLASHMOE_AS_GIVEN) return FLASHMOE_OK;
-    if (p->experts != FLASHMOE_FP8) {
-        return fail(FLASHMOE_BAD_ARGUMENT, "experts %d: wanted 0 or FP8 (1)", p->experts);
+    if (p->experts != FLASHMOE_FP8 and p->experts != FLASHMOE_FP8_DGRAD) {
+        return fail(FLASHMOE_BAD_ARGUMENT, "experts %d: wanted 0, FP8 (1) or FP8 dgrad (2)",
+                    p->experts);
     }
     if (p->dtype != FLASHMOE_BFLOAT16 or p->hidden % kScaleBlock or p->intermediate % kScaleBlock) {
         return fail(
@@ -406,14 +410,14 @@ inline int check_rows(const FlashMoELaunch* launch, bool may_lack) {
 // Checks what else a pass of the layer reads and writes.
 inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bool is_backward) {
     FLASHMOE_TRY(check_launch(p, launch));
-    FLASHMOE_TRY(check_pointer(launch->weight_copies, p->experts == FLASHMOE_FP8, "weight_copies",
-                               kCopiesAlignment));
-    const int most = p->experts == FLASHMOE_FP8 ? 1 : 0;
+    FLASHMOE_TRY(
+        check_pointer(launch->weight_copies, is_in_fp8(p), "weight_copies", kCopiesAlignment));
+    const int most = is_in_fp8(p) ? 1 : 0;
     if (launch->copies_are_current < 0 or launch->copies_are_current > most) {
         return fail(FLASHMOE_BAD_ARGUMENT, "copies_are_current %d: wanted %s",
                     launch->copies_are_current, most ? "0 or 1" : "0, without experts in FP8");
     }
-    if (p->experts == FLASHMOE_FP8 and launch->biases != nullptr) {
+    if (is_in_fp8(p) and launch->biases != nullptr) {
         return fail(FLASHMOE_BAD_ARGUMENT, "biases of FP8 experts: wanted NULL");
     }
     FLASHMOE_TRY(check_rows(launch, is_backward or reads_tokens(p, false)));

@@ -30,7 +30,8 @@ inline CopyWeightsArgs copies_of(const Shape& s, const void* weight_maps, void* 
             static_cast<char*>(copies),
             {s.num_fc1(), s.num_local_slots()},
             {s.fc1_rows() / (s.is_split ? 2 : 1), s.hidden},
-            {s.hidden, s.intermediate}};
+            {s.hidden, s.intermediate},
+            s.is_split};
 }
 
 // Fills a pass's copies, unless they are current.
@@ -41,16 +42,27 @@ inline int launch_copies(const Shape& s, const FlashMoEGroup* group, const Flash
                         copies);
 }
 
-// Reads rows of a forward into 16 bits, if there are any.
+// The transposes that a backward in FP8 multiplies.
+inline int launch_turned_copies(const Shape& s,
+                                const FlashMoEGroup* group,
+                                const FlashMoELaunch* launch) {
+    if (launch->copies_are_current) return FLASHMOE_OK;
+    const auto copies = copies_of(s, launch->weight_maps, launch->weight_copies);
+    return launch_ahead(turn_weights_entry(), copies.num_blocks(), group, "transposes of weights",
+                        copies);
+}
+
+// Reads rows in FP8 into 16 bits, if there are any.
 inline int launch_reads(const Shape& s,
                         int num_ctas,
                         const FlashMoEGroup* group,
                         const FlashMoELaunch* launch,
+                        const void* rows,
                         char* read) {
-    if (launch->rows == nullptr or launch->num_row_blocks == 0) return FLASHMOE_OK;
+    if (rows == nullptr or launch->num_row_blocks == 0) return FLASHMOE_OK;
     constexpr int kCtasPerSM = 4;
     const ReadRowsArgs args{static_cast<const PlanHeader*>(launch->plan), launch->num_row_blocks,
-                            s.hidden, static_cast<const char*>(launch->rows), read};
+                            s.hidden, static_cast<const char*>(rows), read};
     return launch_ahead(read_rows_entry(), kCtasPerSM * num_ctas, group, "rows in 16 bits", args);
 }
 

@@ -65,11 +65,13 @@ Watchdog watchdog_of(const FlashMoEProblem* p, const FlashMoEGroup* group) {
 
 KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
     const bool is_gated = p->is_gated != 0;
-    if constexpr (kIsFp8) return is_backward ? KernelEntry{} : forward_fp8(is_gated);
+    if constexpr (kIsFp8) {
+        if (not is_backward) return forward_fp8(is_gated);
+        return has_fp8_dgrad(p) ? backward_fp8(is_gated) : KernelEntry{};
+    }
     if constexpr (not kHasReplicas) {
-        if (p->experts == FLASHMOE_FP8) {
-            return is_backward ? backward_of_fp8(is_gated) : KernelEntry{};
-        }
+        if (has_fp8_dgrad(p)) return is_backward ? weight_grads_entry() : KernelEntry{};
+        if (is_in_fp8(p)) return is_backward ? backward_of_fp8(is_gated) : KernelEntry{};
     }
     using Select = KernelEntry (*)(bool);
     static constexpr Select kEntries[2][2][2] = {
@@ -102,14 +104,29 @@ KernelEntry settle_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
 // In FP8 there are launches ahead of the layer's.
 KernelEntry copy_weights_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
     if constexpr (not kHasReplicas) {
-        if (p->experts == FLASHMOE_FP8) return copy_weights_entry();
+        const bool is_turned = not kIsFp8 and has_fp8_dgrad(p);  // in FP8's own kernels
+        if (is_in_fp8(p) and not is_turned) return copy_weights_entry();
     }
     return {};
 }
 
 KernelEntry read_rows_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
     if constexpr (not kIsFp8 and not kHasReplicas) {
-        if (p->experts == FLASHMOE_FP8) return read_rows_entry();
+        if (is_in_fp8(p)) return read_rows_entry();
+    }
+    return {};
+}
+
+KernelEntry turn_weights_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
+    if constexpr (kIsFp8) {
+        if (has_fp8_dgrad(p)) return turn_weights_entry();
+    }
+    return {};
+}
+
+KernelEntry quantize_grads_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
+    if constexpr (kIsFp8) {
+        if (has_fp8_dgrad(p)) return quantize_grads_entry();
     }
     return {};
 }
@@ -144,7 +161,8 @@ int launch(const void* function,
 // many tiles. Transposed weights make them the operand that a pair of tiles shares there, which
 // threads cannot copy.
 bool gathers_grads(const FlashMoEProblem* p) {
-    return p->num_ranks == 1 and p->is_transposed == 0 and 2 * backward_tiles(p) <= kMostReads;
+    return p->num_ranks == 1 and not has_fp8_dgrad(p) and p->is_transposed == 0 and
+           2 * backward_tiles(p) <= kMostReads;
 }
 
 // How a rank that is alone gets at its rows, but for a pass that gathers all of them. To gather a
@@ -201,7 +219,8 @@ struct ScratchRows {
     char* rows;
     char* dpre;
     float* dprob_partial;
-    char* read;  // rows of a forward in FP8
+    char* read;         // rows of a forward in FP8, in 16 bits
+    char* dpre_in_fp8;  // if gradients of tokens are computed in FP8; rows of dY then are, too
     uint64_t bytes;
 };
 
@@ -225,16 +244,19 @@ ScratchRows scratch_at(const FlashMoEProblem* p, void* base, int num_blocks, boo
     const uint64_t rows = uint64_t(num_blocks) * BLOCK_M;
     Layout layout(base);
     ScratchRows scratch{};
-    scratch.act = layout.take(rows * operand_row_bytes(p->intermediate));
+    const int act_bytes =
+        is_backward ? p->intermediate * kElementBytes : operand_row_bytes(p->intermediate);
+    scratch.act = layout.take(rows * act_bytes);
     scratch.result = layout.take(rows * p->hidden * kElementBytes);
     if (is_backward) {
-        if (not gathers_grads(p)) scratch.rows = layout.take(rows * p->hidden * kElementBytes);
+        const bool in_fp8 = has_fp8_dgrad(p);
+        const int row_bytes = in_fp8 ? fp8_row_bytes(p->hidden) : p->hidden * kElementBytes;
+        if (not gathers_grads(p)) scratch.rows = layout.take(rows * row_bytes);
+        if (in_fp8) scratch.dpre_in_fp8 = layout.take(rows * fp8_row_bytes(shape_of(p).fc1_rows()));
         scratch.dpre = layout.take(rows * shape_of(p).fc1_rows() * kElementBytes);
         scratch.dprob_partial =
             reinterpret_cast<float*>(layout.take(rows * backward_tiles(p) * sizeof(float)));
-        if (p->experts == FLASHMOE_FP8) {
-            scratch.read = layout.take(rows * p->hidden * kElementBytes);
-        }
+        if (is_in_fp8(p)) scratch.read = layout.take(rows * p->hidden * kElementBytes);
     }
     scratch.bytes = layout.bytes();
     return scratch;
@@ -365,10 +387,15 @@ int set_buffers(const FlashMoEProblem* p,
     if (s.spare_slots > 0) set_home_weights(launch->weight_maps, args);
 #ifdef FLASHMOE_IN_FP8
     const char* const table = static_cast<const char*>(launch->weight_maps);
-    args->weight_maps = reinterpret_cast<const CUtensorMap*>(table + fp8_maps_begin(s));
-    args->weight_scales = reinterpret_cast<const float* const*>(table + fp8_scales_begin(s));
+    const uint64_t maps = is_backward ? turned_maps_begin(s) : fp8_maps_begin(s);
+    const uint64_t scales = is_backward ? turned_scales_begin(s) : fp8_scales_begin(s);
+    args->weight_maps = reinterpret_cast<const CUtensorMap*>(table + maps);
+    args->weight_scales = reinterpret_cast<const float* const*>(table + scales);
 #endif
     const ScratchRows scratch = scratch_at(p, launch->scratch, launch->num_row_blocks, is_backward);
+#ifdef FLASHMOE_IN_FP8
+    args->dpre_in_fp8 = scratch.dpre_in_fp8;
+#endif
     args->rows = is_backward ? scratch.rows : static_cast<char*>(launch->rows);
     args->preact = static_cast<char*>(launch->preact);
     args->act = scratch.act;
@@ -385,7 +412,10 @@ int set_buffers(const FlashMoEProblem* p,
     set_biases(launch->biases, args);
     if (launch->num_row_blocks > 0) {
         const int64_t rows = int64_t(launch->num_row_blocks) * BLOCK_M;
-        const char* const operands[2] = {args->rows, is_backward ? args->dpre : args->act};
+        const char* const of_gemm1 = not is_backward ? args->act
+                                     : kIsFp8        ? scratch.dpre_in_fp8
+                                                     : args->dpre;
+        const char* const operands[2] = {args->rows, of_gemm1};
         for (const int gemm : {0, 1}) {
             if (gemm == 0 and args->row_access == RowAccess::kInPlace) continue;
             const int columns = gemm == 0 ? p->hidden : gemm1_input(p, is_backward);
@@ -399,14 +429,9 @@ int set_buffers(const FlashMoEProblem* p,
     return FLASHMOE_OK;
 }
 
-// Sets what the tiles of the weights' gradients read and write.
-int set_weight_grads(const FlashMoEProblem* p,
-                     const FlashMoELaunch* launch,
-                     const void* grad_table,
-                     int grads_dtype,
-                     bool accumulate,
-                     uint64_t number,
-                     BackwardArgs* args) {
+// Sets where gradients of weights go.
+void set_grad_targets(
+    const void* grad_table, int grads_dtype, bool accumulate, uint64_t number, BackwardArgs* args) {
     const Shape& s = args->shape;
     WeightGrads& grads = args->weight_grads;
     grads.maps = static_cast<const CUtensorMap*>(grad_table);
@@ -417,7 +442,12 @@ int set_weight_grads(const FlashMoEProblem* p,
     grads.dtype = Dtype(grads_dtype);
     grads.accumulate = accumulate;
     grads.number = number;
-    WeightGradProduct(&product)[2] = grads.product;
+}
+
+// Sets what their tiles read.
+int set_weight_grads(const FlashMoEProblem* p, const FlashMoELaunch* launch, BackwardArgs* args) {
+    const Shape& s = args->shape;
+    WeightGradProduct(&product)[2] = args->weight_grads.product;
     product[0].num_out = product[1].num_in = s.hidden;
     product[0].num_in = s.intermediate;
     product[1].num_out = s.fc1_rows();
@@ -507,10 +537,14 @@ int sizes(const FlashMoEProblem* problem, FlashMoESizes* sizes) {
             scratch_at(problem, nullptr, 1, is_backward).bytes;
         sizes->reads_tokens[is_backward] = reads_tokens(problem, is_backward);
     }
-    // In FP8 a backward's are the other namespace's to say.
+    // In FP8 the other namespace says what its own kernels need.
     sizes->weight_copy_bytes[0] = sizes->weight_copy_bytes[1] = 0;
-    if (problem->experts == FLASHMOE_FP8) {
-        sizes->weight_copy_bytes[not kIsFp8] = copies_of(s, nullptr, nullptr).all_bytes();
+    if (is_in_fp8(problem)) {
+        const CopyWeightsArgs copies = copies_of(s, nullptr, nullptr);
+        sizes->weight_copy_bytes[not kIsFp8] = copies.all_bytes();
+        if (kIsFp8 and has_fp8_dgrad(problem)) {
+            sizes->weight_copy_bytes[1] = uint64_t(copies.all_turned_bytes());
+        }
     }
     return FLASHMOE_OK;
 }
@@ -529,6 +563,8 @@ int preload(const FlashMoEProblem* problem) {
         settle_entry_of(problem).function,
         copy_weights_entry_of(problem).function,
         read_rows_entry_of(problem).function,
+        turn_weights_entry_of(problem).function,
+        quantize_grads_entry_of(problem).function,
     };
     for (const void* kernel : kernels) {
         if (kernel == nullptr) continue;  // one for replicas, or for FP8, that there is no need of
@@ -651,17 +687,29 @@ int backward(const FlashMoEProblem* problem,
     if (gathers_grads(problem)) args.row_access = RowAccess::kInPlace;
     FLASHMOE_TRY(set_buffers(problem, launch_args, true, &args));
     FlashMoELaunch as_read = *launch_args;
-    if constexpr (not kIsFp8 and not kHasReplicas) {
-        if (problem->experts == FLASHMOE_FP8) {
-            const int blocks = launch_args->num_row_blocks;
-            char* read = scratch_at(problem, launch_args->scratch, blocks, true).read;
-            FLASHMOE_TRY(launch_copies(args.shape, group, launch_args));
-            FLASHMOE_TRY(launch_reads(args.shape, problem->num_ctas, group, launch_args, read));
-            if (as_read.rows != nullptr) as_read.rows = read;
+    if constexpr (kIsFp8) {  // gradients of weights follow, and tell of themselves
+        number = 0;
+        FLASHMOE_TRY(launch_turned_copies(args.shape, group, launch_args));
+        FLASHMOE_TRY(launch_ahead(quantize_grads_entry(), kQuantizeCtas, group, "dY in FP8", args));
+    } else if constexpr (not kHasReplicas) {
+        if (is_in_fp8(problem)) {
+            const ScratchRows scratch =
+                scratch_at(problem, launch_args->scratch, launch_args->num_row_blocks, true);
+            const auto read = [&](const void* rows, char* into) {
+                return launch_reads(args.shape, problem->num_ctas, group, launch_args, rows, into);
+            };
+            if (has_fp8_dgrad(problem)) {
+                args.rows = scratch.result;  // which the launch before has done with
+                FLASHMOE_TRY(read(scratch.rows, args.rows));
+            } else {
+                FLASHMOE_TRY(launch_copies(args.shape, group, launch_args));
+            }
+            FLASHMOE_TRY(read(launch_args->rows, scratch.read));
+            if (as_read.rows != nullptr) as_read.rows = scratch.read;
         }
     }
-    FLASHMOE_TRY(set_weight_grads(problem, &as_read, grad_table, grads_dtype, accumulate != 0,
-                                  number, &args));
+    set_grad_targets(grad_table, grads_dtype, accumulate != 0, number, &args);
+    if constexpr (not kIsFp8) FLASHMOE_TRY(set_weight_grads(problem, &as_read, &args));
     const KernelEntry entry = entry_of(problem, true);
     FLASHMOE_TRY(launch(entry.function, problem->num_ctas, entry.num_threads, entry.smem_bytes,
                         group->stream, "backward launch", args));
@@ -683,7 +731,7 @@ int backward_rows(const FlashMoEProblem* problem,
     const ScratchRows scratch =
         scratch_at(problem, launch_args->scratch, launch_args->num_row_blocks, true);
     const Plan plan = Plan::at(const_cast<void*>(launch_args->plan), shape_of(problem));
-    rows->grad_out = scratch.rows;
+    rows->grad_out = has_fp8_dgrad(problem) ? scratch.result : scratch.rows;
     rows->grad_preact = scratch.dpre;
     rows->act = scratch.act;
     rows->x = scratch.read;

@@ -29,7 +29,7 @@ int encode_weights(const FlashMoEProblem* problem,
         FLASHMOE_TRY(check_pointer(fc2[expert], true, "an expert's fc2"));
     }
     // In FP8 products read copies of weights.
-    const bool is_copied = problem->experts == FLASHMOE_FP8;
+    const bool is_copied = is_in_fp8(problem);
     FLASHMOE_TRY(check_pointer(copies, is_copied, "weight_copies", kCopiesAlignment));
     const bool transposed = problem->is_transposed != 0;
     char* const table = static_cast<char*>(weight_maps);
@@ -58,6 +58,24 @@ int encode_weights(const FlashMoEProblem* problem,
                     sources += sizeof(weights[i]);
                 }
                 copy += is_copied ? copied_weight_bytes(num_out, num_in) : 0;
+            }
+        }
+    }
+    if constexpr (kIsFp8) {  // transposes, which take the same memory in turn
+        char* turned = table + turned_maps_begin(s);
+        char* turned_scales = table + turned_scales_begin(s);
+        const char* copy = static_cast<const char*>(copies);
+        for (const auto& [num_rows, num_columns] :
+             {std::pair{s.hidden, s.fc1_rows()}, {s.intermediate, s.hidden}}) {
+            for (int i = 0; i < experts; ++i) {
+                alignas(128) CUtensorMap map;
+                FLASHMOE_TRY(encode_map(&map, BoxKind::kKMajor, copy, num_rows, num_columns));
+                memcpy(turned, &map, sizeof(map));
+                const char* of_copy = copy + int64_t(num_rows) * num_columns;
+                memcpy(turned_scales, &of_copy, sizeof(of_copy));
+                turned += sizeof(map);
+                turned_scales += sizeof(of_copy);
+                copy += copied_weight_bytes(num_rows, num_columns);
             }
         }
     }

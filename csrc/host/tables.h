@@ -8,14 +8,22 @@ namespace flashmoe {
 // A table of weights: TMA descriptors of all matrices in all slots, read along their contiguous
 // dimension and across it, then, if replicas get them, where the own experts' are.
 inline uint64_t maps_bytes(const Shape& s) { return 2 * sizeof(CUtensorMap) * s.num_matrices(); }
-// In FP8 those are of a backward's copies. A forward's follow, then pointers to the scales of its
-// copies, then pointers to the weights that are copied.
+// In FP8 those are of a backward's copies, unless it multiplies transposes in FP8. A forward's
+// follow, then those of transposes, one of each expert's fc1 and fc2, then pointers to the scales
+// of both, then pointers to the weights that are copied.
+inline int num_turned(const Shape& s) { return 2 * s.num_local_slots(); }
 inline uint64_t fp8_maps_begin(const Shape& s) { return maps_bytes(s); }
-inline uint64_t fp8_scales_begin(const Shape& s) {
+inline uint64_t turned_maps_begin(const Shape& s) {
     return fp8_maps_begin(s) + sizeof(CUtensorMap) * s.num_matrices();
 }
-inline uint64_t copied_weights_begin(const Shape& s) {
+inline uint64_t fp8_scales_begin(const Shape& s) {
+    return turned_maps_begin(s) + sizeof(CUtensorMap) * num_turned(s);
+}
+inline uint64_t turned_scales_begin(const Shape& s) {
     return fp8_scales_begin(s) + sizeof(void*) * s.num_matrices();
+}
+inline uint64_t copied_weights_begin(const Shape& s) {
+    return turned_scales_begin(s) + sizeof(void*) * num_turned(s);
 }
 inline uint64_t weight_table_bytes(const Shape& s) {
     if (kIsFp8) return copied_weights_begin(s) + sizeof(void*) * s.num_matrices();

@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 25
+#define FLASHMOE_ABI_VERSION 26
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -78,6 +78,9 @@ typedef enum {
     FLASHMOE_AS_GIVEN = 0, /* tokens and weights of the problem's dtype */
     FLASHMOE_FP8 = 1, /* blockwise E4M3 in a forward, whose launch quantizes tokens, weights and
                          fc2's input, all bfloat16; and in a backward what these then stand for */
+    FLASHMOE_FP8_DGRAD = 2, /* the same, but a backward has weights, and gradients of outputs and of
+                               fc1's outputs, in blockwise E4M3 for gradients of tokens; those of
+                               weights have the former's stand for, and the latter as they are */
 } FlashMoEExperts;
 
 /* The purpose of replicas. */

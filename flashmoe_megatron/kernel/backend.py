@@ -427,7 +427,7 @@ class KernelBackend(Backend):
         """Shows hooks the rows that a forward's launch has received, with pads."""
         hidden, row_bytes = self.config.hidden, int(self._sizes.row_block_bytes) // TILE_M
         received = rows.view(num_row_blocks * TILE_M, row_bytes)
-        if self.config.experts == "fp8":
+        if self.config.in_fp8:
             shown = dequantize(unpack(received, hidden), self._dtype)
         else:
             shown = received.view(self._dtype)
@@ -779,7 +779,7 @@ class KernelBackend(Backend):
 
     def _making(self, weights: ExpertWeights) -> Making | None:
         """Returns what is known of a forward's copies while their owner promises something."""
-        return weights.making("kernel") if self.config.experts == "fp8" else None
+        return weights.making("kernel") if self.config.in_fp8 else None
 
     def _use_weights(self, weights: ExpertWeights, making: Making | None = None) -> WeightTables:
         """Makes the problem one of these weights' dtype and layout; returns their tables.

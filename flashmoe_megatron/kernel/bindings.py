@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 25
+ABI_VERSION = 26
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -37,7 +37,7 @@ OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED,
 )
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BALANCE, POPULAR = range(2)
-AS_GIVEN, FP8 = range(2)
+AS_GIVEN, FP8, FP8_DGRAD = range(3)
 SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
 ACTIVATIONS = {
     Activation.SILU: 0,
@@ -138,7 +138,7 @@ def problem_of(
         heap_slot_elements=heap.slot_elements,
         clamp_value=config.clamp_value or 0.0,
         replica_policy={"balance": BALANCE, "popular": POPULAR}[replica_policy],
-        experts={"bf16": AS_GIVEN, "fp8": FP8}[config.experts],
+        experts={"bf16": AS_GIVEN, "fp8": FP8, "fp8_dgrad": FP8_DGRAD}[config.experts],
         timeout_ns=int(timeout * 1e9),
     )
 

@@ -53,10 +53,10 @@ def check_slots(config: MoEConfig, spare_slots: int, placement: When) -> None:
             f"spare_slots={spare_slots}: wanted at most {local}, as many as a rank has of the "
             f"{config.num_experts} experts"
         )
-    if spare_slots and config.experts == "fp8":
+    if spare_slots and config.in_fp8:
         raise ConfigError(
-            f"spare_slots={spare_slots} with experts='fp8': replicas' weights travel in bfloat16; "
-            "wanted spare_slots=0, or experts='bf16'"
+            f"spare_slots={spare_slots} with experts={config.experts!r}: replicas' weights travel "
+            "in bfloat16; wanted spare_slots=0, or experts='bf16'"
         )
     if placement == "lookahead" and not spare_slots:
         raise ConfigError(

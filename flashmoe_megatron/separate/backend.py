@@ -37,7 +37,7 @@ from flashmoe_megatron.separate.plan import (
     Table,
     picked,
 )
-from flashmoe_megatron.separate.precision import AS_GIVEN, precision_of
+from flashmoe_megatron.separate.precision import precision_of, precision_of_gradients
 from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
 from flashmoe_megatron.separate.replicas import Replicas, add_replica_grads, with_replicas
 from flashmoe_megatron.separate.slices import GradientSlices
@@ -131,7 +131,7 @@ class SeparateBackend(Backend):
         self._exchange = exchange
         if replicas is not None:
             self.spare_slots = options.filled_slots
-        self._precision = precision_of(config)
+        self._precision, self._of_gradients = precision_of(config), precision_of_gradients(config)
         most_blocks = None
         if options.row_bound is not None:
             most_blocks = bounded_row_blocks(config, options.row_bound, options.filled_slots)
@@ -239,7 +239,7 @@ class SeparateBackend(Backend):
                 pre = steps.product(numbers, fc1, computed.ends, computed.counts)
                 if biases1 is not None:
                     pre += biases1[_experts(computed)]
-                activated = self._precision.activation(
+                activated = self._precision.between(
                     steps.weighted_activation(config, pre, weights_of_rows)
                 )
                 out_rows = steps.product(activated, fc2, computed.ends, computed.counts)
@@ -323,7 +323,7 @@ class SeparateBackend(Backend):
         tokens = precision.pack(x)
         rows = tokens.index_select(0, found.token_idx)
         preact = steps.product(precision.unpack(rows), fc1, found.ends, ())
-        activated = precision.activation(steps.weighted_activation(config, preact, found.row_probs))
+        activated = precision.between(steps.weighted_activation(config, preact, found.row_probs))
         out_rows = steps.product(activated, fc2, found.ends, ())
         laps.lap("parts")
         out = steps.sum_routes(out_rows, found.place)
@@ -387,8 +387,9 @@ class SeparateBackend(Backend):
         laps.lap("plan")
         call = Call.of("backward", saved.layer)
         token_idx = _of_parts(cut.token_idx[:num_routes], sizes)
+        packed = self._of_gradients.pack(grad_out)
         ways = [
-            self._dispatch(self._ordered(grad_out, tokens), count, size, of_part(call, i))
+            self._dispatch(self._ordered(packed, tokens), count, size, of_part(call, i))
             for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))
         ]
         has_slots = saved.placement is not None  # they compute others' experts
@@ -423,7 +424,7 @@ class SeparateBackend(Backend):
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
-            mine = self._rows_of_experts(way, part, call)
+            mine = self._of_gradients.unpack(self._rows_of_experts(way, part, call))
             row_probs = picked(saved.row_probs, part.rows)
             if own is not None:
                 assert rows is not None
@@ -438,7 +439,8 @@ class SeparateBackend(Backend):
                 if biases2 is not None:
                     of_bias = (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
                     prob_part = prob_part + of_bias
-                grad_rows = steps.product(pre_part, fc1_t, part.ends, part.counts)
+                multiplied = self._of_gradients.between(pre_part)
+                grad_rows = steps.product(multiplied, fc1_t, part.ends, part.counts)
             laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
             grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, num_rows)
@@ -446,7 +448,7 @@ class SeparateBackend(Backend):
                 grad_pre = steps.add_part(grad_pre, pre_part, part, num_rows)
             if is_fc2_wanted:
                 grad_y = steps.add_part(grad_y, mine, part, num_rows)
-                weighted_part = self._precision.activation(weighted_part)
+                weighted_part = self._precision.between(weighted_part)
                 weighted = steps.add_part(weighted, weighted_part, part, num_rows)
         assert grad_row_probs is not None
         room_of_probs = self._ways.room([total], grad_row_probs)
@@ -555,16 +557,17 @@ class SeparateBackend(Backend):
     def _check_own(self, weights: ExpertWeights) -> None:
         """Refuses an order or an expert of a user's own where the layer has more than it knows."""
         order, expert = self.hooks.order, self.hooks.expert
-        is_fp8 = self.config.experts == "fp8"
+        experts = f"experts={self.config.experts!r}"
+        is_fp8 = self.config.in_fp8
         if order is not None and is_fp8 and not order.takes_bytes:
             raise ConfigError(
-                f"{type(order).__name__} with experts='fp8', whose rows are bytes: wanted an order "
+                f"{type(order).__name__} with {experts}, whose rows are bytes: wanted an order "
                 "that takes_bytes, or experts='bf16'"
             )
         if expert is None:
             return
         for is_there, what, wanted in (
-            (is_fp8, "experts='fp8'", "experts='bf16'"),
+            (is_fp8, experts, "experts='bf16'"),
             (self._replicas is not None, "spare slots", "spare_slots=0"),
             (self._tensor is not None, "experts that ranks share", "whole experts"),
         ):
@@ -621,7 +624,7 @@ class SeparateBackend(Backend):
 
     def _heard(self, rows: torch.Tensor, call: Call, *points: Point) -> torch.Tensor:
         """Returns travelling rows after hooks, which see tokens and gradients as numbers."""
-        packed = self._precision if call.direction == "forward" else AS_GIVEN
+        packed = self._precision if call.direction == "forward" else self._of_gradients
         rows = packed.unpack(rows)
         for when, stage in points:
             rows = self.hooks.run(when, stage, rows, call)
@@ -699,10 +702,10 @@ class ScheduledBackend(SeparateBackend):
                 f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "
                 "another backend"
             )
-        if options.exchange == "copies" and config.experts == "fp8":
+        if options.exchange == "copies" and config.in_fp8:
             raise ConfigError(
-                "exchange='copies' with experts='fp8', whose rows are bytes that no NaN can mark "
-                "where a copy has failed: wanted another exchange, or experts='bf16'"
+                f"exchange='copies' with experts={config.experts!r}, whose rows are bytes that no "
+                "NaN can mark where a copy has failed: wanted another exchange, or experts='bf16'"
             )
         ranks, traffic, tensor = ranks_of(config, group), TrafficCounters(), None
         if tensor_group is not None and Ranks(tensor_group).num_ranks > 1:

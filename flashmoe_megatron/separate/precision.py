@@ -5,7 +5,9 @@ quantizes the weights again, so that no quantized weight is ever older than its 
 their owner promises that they are what they were. Values are read back for the products, which are
 in bfloat16 with sums in float32: these have the numbers of products in FP8, at the speed of
 bfloat16's. The backward takes the same operands, as Transformer Engine's
-``backward_override="dequantized"`` does.
+``backward_override="dequantized"`` does. Gradients of outputs and of pre-activations can be
+quantized as tokens are, for gradients of tokens; those of weights then take the former so, too,
+which have travelled as bytes, and the latter as they are.
 """
 
 from dataclasses import replace
@@ -37,9 +39,9 @@ class Precision:
         """Returns the tokens of :meth:`pack`, as experts compute with them."""
         return rows
 
-    def activation(self, weighted: torch.Tensor) -> torch.Tensor:
-        """Returns weighted activations ``[rows, intermediate]`` as the second product has them."""
-        return weighted
+    def between(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns rows between an expert's two products as the second product has them."""
+        return rows
 
     def weights(self, weights: ExpertWeights) -> ExpertWeights:
         """Returns the experts' matrices as products have them."""
@@ -63,9 +65,9 @@ class Blockwise(Precision):
         """See the base class."""
         return dequantize(unpack(rows, self._hidden), torch.bfloat16)
 
-    def activation(self, weighted: torch.Tensor) -> torch.Tensor:
+    def between(self, rows: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return rounded(weighted, ROW, torch.bfloat16)
+        return rounded(rows, ROW, torch.bfloat16)
 
     def weights(self, weights: ExpertWeights) -> ExpertWeights:
         """See the base class; an expert's gate and up projections have no block in common."""
@@ -91,4 +93,9 @@ def _quantized(weights: ExpertWeights) -> list[list[Blocks]]:
 
 def precision_of(config: MoEConfig) -> Precision:
     """Returns what the layer's experts compute with."""
-    return Blockwise(config.hidden) if config.experts == "fp8" else AS_GIVEN
+    return Blockwise(config.hidden) if config.in_fp8 else AS_GIVEN
+
+
+def precision_of_gradients(config: MoEConfig) -> Precision:
+    """Returns what gradients are that a backward multiplies with weights."""
+    return Blockwise(config.hidden) if config.has_fp8_dgrad else AS_GIVEN

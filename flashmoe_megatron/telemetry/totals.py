@@ -53,9 +53,8 @@ class LayerPlace:
 
     def pulled_bytes(self, direction: Direction) -> int:
         """Bytes of a row that comes to an expert."""
-        if direction == "backward":
-            return self.row_bytes
-        return self.config.dispatched_bytes(self.element_bytes)
+        is_backward = direction == "backward"
+        return self.config.dispatched_bytes(self.element_bytes, is_backward=is_backward)
 
     def padded_bytes(self, num_tokens: int, direction: Direction, *, tile: int = 1) -> int:
         """Returns the bytes that this rank would have sent in one launch if it padded to capacity.

@@ -52,6 +52,8 @@ GOOD_PROBLEM: dict[str, float] = {
 IN_FP8 = {"experts": 1, "intermediate": 256, "glu_interleave": 0, "clamp_value": 0.0}
 IN_FP8 |= {"linear_offset": 0.0}
 """What makes a good problem one in FP8."""
+IN_FP8_DGRAD = IN_FP8 | {"experts": 2}
+"""The same, whose gradients of tokens are in FP8, too."""
 
 
 class ContractError(AssertionError):
@@ -398,12 +400,16 @@ def _copy_bytes(fields: dict[str, int]) -> list[int]:
     hidden, width = fields["hidden"], fields["intermediate"]
     local = fields["num_experts"] // fields["num_ranks"]
     fc1_rows = width * (2 if fields["is_gated"] else 1)
-    scales = sum(
-        num_out // 128 * (-(-num_in // 512) * 4) * 4
-        for num_out, num_in in ((fc1_rows, hidden), (hidden, width))
-    )
-    values = hidden * (fc1_rows + width)
-    return [local * (values + scales), local * 2 * values]
+
+    def in_fp8(*weights: tuple[int, int]) -> int:
+        """The values, and scales of their blocks, four at a time."""
+        scales = sum(num_out // 128 * -(-num_in // 512) * 16 for num_out, num_in in weights)
+        return local * (hidden * (fc1_rows + width) + scales)
+
+    forward = in_fp8((fc1_rows, hidden), (hidden, width))
+    if fields["experts"] == bindings.FP8_DGRAD:  # transposes
+        return [forward, in_fp8((hidden, fc1_rows), (width, hidden))]
+    return [forward, local * 2 * hidden * (fc1_rows + width)]
 
 
 def check_sizes(fields: dict[str, int], sizes: Any) -> None:
@@ -424,7 +430,8 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     buffers = 1 + min(topk, ranks) if ranks > 1 else 0
     heap = heap_tokens * (4 * ranks + 2 * ranks * heap_topk * 8 + 2 * hidden * buffers + 4 * topk)
     # In FP8 operands of products have a byte and a share of a scale, and a lone rank its rows, too.
-    in_fp8 = fields["experts"] == bindings.FP8
+    in_fp8 = fields["experts"] != bindings.AS_GIVEN
+    has_fp8_dgrad = fields["experts"] == bindings.FP8_DGRAD
 
     def operand_bytes(width: int) -> int:
         return -(-(width + width // 32) // 16) * 16 if in_fp8 else 2 * width
@@ -443,11 +450,16 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     workspace += fields["num_experts"] + ranks * spare if spare else 0
     # Narrow experts of a rank that is alone read rows of dY where tokens have them.
     copies_grads = bool(ranks > 1 or fields["is_transposed"] or width > 512)
+    received = 2 * hidden * copies_grads + 2 * hidden * in_fp8
+    if has_fp8_dgrad:  # gradients of outputs and of pre-activations are operands, too
+        received = operand_bytes(hidden) + operand_bytes(fc1_rows) + 2 * hidden
+
     is_alone = ranks == 1 and not in_fp8
     reads_tokens = [is_alone and fc1_rows <= 1024, is_alone and fc1_rows <= 768 and not spare]
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": (3 * 128 + 16 if in_fp8 else 2 * 128) * matrices * slots
+        + (2 * (128 + 8) * slots if in_fp8 else 0)
         + (8 * matrices * local if spare else 0),
         "weight_copy_bytes": _copy_bytes(fields) if in_fp8 else [0, 0],
         "grad_table_bytes": (128 * matrices + 8 * (matrices + 2)) * slots + 8 * (1 + slots),
@@ -455,8 +467,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
         "preact_block_bytes": 256 * fc1_rows,
         "scratch_block_bytes": [
             128 * operand_bytes(width) + 256 * hidden,
-            256 * (width + (1 + copies_grads + in_fp8) * hidden + fc1_rows)
-            + -(-width // 256) * 128 * 4,
+            128 * (2 * (width + hidden + fc1_rows) + received) + -(-width // 256) * 128 * 4,
         ],
         "workspace_bytes": 4 * workspace,
         "reads_tokens": list(map(int, reads_tokens)),

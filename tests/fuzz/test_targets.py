@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -79,12 +80,16 @@ def test_a_good_problem_is_accepted():
     assert outcome.startswith("settle: launch that settles on replicas: "), outcome
 
 
-@pytest.mark.parametrize("in_fp8", [False, True], ids=["as given", "in FP8"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, c_interface.IN_FP8, c_interface.IN_FP8_DGRAD],
+    ids=["as given", "in FP8", "backwards in FP8, too"],
+)
 @pytest.mark.parametrize(
     "kind", ["overflowing heap", "small plan", "wrong blocks", "other workspace"]
 )
-def test_the_model_of_sizes_notices(kind: str, in_fp8: bool):
-    fields = dict(c_interface.GOOD_PROBLEM) | (c_interface.IN_FP8 if in_fp8 else {})
+def test_the_model_of_sizes_notices(kind: str, changes: dict[str, Any]):
+    fields = dict(c_interface.GOOD_PROBLEM) | changes
     problem = bindings.FlashMoEProblem(
         **{name: fields[name] for name, _ in bindings.FlashMoEProblem._fields_[1:]}
     )

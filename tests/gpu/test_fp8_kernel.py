@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashmoe_megatron import FlashMoELayer
+from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.blockwise import ROW, SQUARE, quantize, rounded
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
@@ -20,7 +21,7 @@ from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.weights import ExpertWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 from tests.gpu import steps
 from tests.gpu.expected import Results
 from tests.gpu.test_batch_invariance import of_tokens
@@ -40,6 +41,7 @@ SIZES: dict[str, Any] = {
     "experts": "fp8",
     "max_tokens": 640,
 }
+EXPERTS = test_fp8.EXPERTS
 TOKENS = {1: [600], 2: [300, 411], 4: [133, 0, 640, 256]}
 FORMS: dict[str, dict[str, Any]] = {
     "swiglu": {"gated": True, "activation": Activation.SILU},
@@ -73,11 +75,14 @@ def found_of(results: Results) -> Found:
 
 @pytest.mark.parametrize("num_ranks", list(TOKENS))
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_results_are_those_of_rounded_operands(form: dict[str, Any], num_ranks: int) -> None:
-    config, inputs = make(num_ranks, **form)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_results_are_those_of_rounded_operands(
+    experts: str, form: dict[str, Any], num_ranks: int
+) -> None:
+    config, inputs = make(num_ranks, **form, experts=experts)
     layer = VirtualLayer(config)
     weights = steps.weights_of(config, inputs)
-    want = oracle(config, inputs)
+    want = oracle(config, inputs, hands_over=config.has_fp8_dgrad)
     steps.spoil(layer, inputs, weights)
     got = steps.step(layer, inputs, weights)
     torch.cuda.synchronize()
@@ -155,9 +160,10 @@ def test_a_tokens_bits_do_not_depend_on_others(form: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_factors_are_given_rows_in_16_bits(num_ranks: int) -> None:
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_factors_are_given_rows_in_16_bits(experts: str, num_ranks: int) -> None:
     """Their gradients are the products with what tokens stand for that full gradients are."""
-    config, inputs = make(num_ranks)
+    config, inputs = make(num_ranks, experts=experts)
     layer, weights = VirtualLayer(config), steps.weights_of(config, inputs)
     want = steps.step(layer, inputs, weights)
     factors, made = [], []
@@ -187,8 +193,9 @@ def test_factors_are_given_rows_in_16_bits(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("keep", ["preactivations", "inputs"])
-def test_what_is_kept_changes_no_bit(keep: str) -> None:
-    config, inputs = make(1)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_what_is_kept_changes_no_bit(experts: str, keep: str) -> None:
+    config, inputs = make(1, experts=experts)
     want, got = (
         run(select_backend(config, None, device(), kind="kernel", keep=kept), inputs)
         for kept in ("all", keep)
@@ -208,17 +215,18 @@ def test_rows_that_come_again_from_another_rank_change_no_bit() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
-def test_the_scheduled_backend_computes_the_same(form: dict[str, Any]) -> None:
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_the_scheduled_backend_computes_the_same(experts: str, form: dict[str, Any]) -> None:
     """Each is as far from the oracle as the other, and from each other no further than both."""
-    config, inputs = make(1, **form)
+    config, inputs = make(1, **form, experts=experts)
     scheduled = ScheduledBackend(config, device=device(), options=BackendOptions(), degrees=(1, 1))
     kernel = select_backend(config, None, device(), kind="kernel")
-    compare(
-        run(kernel, inputs),
-        {name: value.double() for name, value in run(scheduled, inputs).items()},
-        torch.bfloat16,
-        times=2 * FURTHER,
-    )
+    want = {name: value.double() for name, value in run(scheduled, inputs).items()}
+    found, of_tokens = run(kernel, inputs), "grad x"
+    if config.has_fp8_dgrad:  # with the kernel's own rounding ahead of a quantization
+        close = {of_tokens: want.pop(of_tokens)}
+        compare({of_tokens: found.pop(of_tokens)}, close, torch.bfloat16, times=3 * FURTHER)
+    compare(found, want, torch.bfloat16, times=2 * FURTHER)
 
 
 def test_weights_are_quantized_bit_by_bit_at_each_pass() -> None:
@@ -250,9 +258,67 @@ def test_weights_are_quantized_bit_by_bit_at_each_pass() -> None:
         at += 2 * weight.numel()
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_a_backward_in_fp8_has_transposes_of_weights_bit_by_bit(form: dict[str, Any]) -> None:
+    config, inputs = make(1, **form, experts="fp8_dgrad")
+    layer = VirtualLayer(config, is_guarded=False)
+    weights = steps.weights_of(config, inputs)
+    steps.step(layer, inputs, weights)
+    torch.cuda.synchronize()
+    copies = layer.backends[0]._tables._copies
+    assert copies is not None
+    at = 0
+    for weight in (*weights[0].fc1, *weights[0].fc2):
+        blocks = quantize(weight, SQUARE)
+        turned, scales = blocks.values.view(torch.uint8).t(), blocks.scales.t()
+        assert torch.equal(copies[at : at + weight.numel()].view(turned.shape), turned)
+        at += weight.numel()
+        rows, columns = scales.shape
+        pitch = (columns + 3) // 4 * 4
+        found = copies[at : at + 4 * rows * pitch].view(torch.float32).view(rows, pitch)
+        assert torch.equal(found[:, :columns], scales)
+        at += 4 * rows * pitch
+
+
+def test_a_backward_in_fp8_joins_gate_and_up_matrices() -> None:
+    """Both are one transpose, whose products are those of one matrix."""
+    config, inputs = make(1, experts="fp8_dgrad", intermediate=640)
+    results = []
+    for is_split in (False, True):
+        backend = select_backend(config, None, device(), kind="kernel")
+        x = inputs.x[0].clone().requires_grad_()
+        fc1, down = (torch.stack(list(kind)).requires_grad_() for kind in (inputs.fc1, inputs.fc2))
+        weights: ExpertWeights | SplitWeights = ExpertWeights((fc1,), (down,))
+        if is_split:
+            gate, up = (half.detach().contiguous().requires_grad_() for half in fc1.chunk(2, 1))
+            weights = SplitWeights(gate=(gate,), up=(up,), down=(down,))
+        moe_apply(backend, x, inputs.probs[0], inputs.routing_map[0], weights).backward(
+            inputs.grad_out[0]
+        )
+        of_fc1 = torch.cat((gate.grad, up.grad), 1) if is_split else fc1.grad
+        results.append((x.grad, of_fc1, down.grad))
+    for joined, split in zip(*results, strict=True):
+        assert torch.equal(joined, split)
+
+
+def test_gradients_travel_as_bytes_with_their_scales() -> None:
+    """Rows of a backward in FP8 count as those of its forward."""
+    bytes_of = []
+    for experts in EXPERTS:
+        config, inputs = make(2, experts=experts, hidden=1024)
+        layer = VirtualLayer(config)
+        steps.step(layer, inputs, steps.weights_of(config, inputs))
+        bytes_of.append([backend.traffic.bytes_sent for backend in layer.backends])
+    local = config.num_local_experts
+    for rank, mine in enumerate((slice(0, local), slice(local, None))):
+        served = int(inputs.routing_map[1 - rank][:, mine].any(1).sum())
+        assert bytes_of[0][rank] - bytes_of[1][rank] == served * (2 * 1024 - (1024 + 8 * 4))
+
+
 @pytest.mark.parametrize("change", ["step", "load", "write_data", "give_memory"])
-def test_no_quantized_weight_is_older_than_its_parameter(change: str) -> None:
-    config = replace(test_fp8.CONFIG, num_experts=4)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_no_quantized_weight_is_older_than_its_parameter(experts: str, change: str) -> None:
+    config = replace(test_fp8.CONFIG, num_experts=4, experts=experts)
 
     def make_layer() -> FlashMoELayer:
         return FlashMoELayer(

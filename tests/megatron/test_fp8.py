@@ -15,6 +15,7 @@ from flashmoe_megatron.adapters.megatron import fp8, routed
 from flashmoe_megatron.adapters.megatron.config.refusals import check_fp8_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
+from flashmoe_megatron.config import Experts
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from tests.distributed import RankPool
@@ -124,23 +125,28 @@ IN_FP8 = {
 }
 
 
-def test_experts_in_fp8_are_near_alltoalls(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("experts", "notice"), [("fp8", fp8.FP8_EXPERTS), ("fp8_dgrad", fp8.FP8_DGRAD)]
+)
+def test_experts_in_fp8_are_near_alltoalls(
+    experts: Experts, notice: str, two_ranks: RankPool
+) -> None:
     """As far from a layer in bfloat16 as E4M3 is, and no nearer; the router is the same."""
-    for stock, fused, said in two_ranks.run(layers_in_fp8):
+    for stock, fused, said in two_ranks.run(layers_in_fp8, experts):
         assert fused.keys() == stock.keys()
         for name, tensor in fused.items():
             far = (tensor - stock[name]).float().norm() / stock[name].float().norm()
             assert far < 0.15, (name, far)
             if "experts" in name or name == "output":
                 assert far > 0.02, (name, far)
-        assert fp8.FP8_EXPERTS in said
+        assert notice in said
         assert fp8.BFLOAT16_EXPERTS not in said
 
 
 def layers_in_fp8(
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup, experts: Experts
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
-    prepare(EP2, experts="fp8")
+    prepare(EP2, experts=experts)
     stock = run_layer(make_layer(transformer_config(EP2, "alltoall", **IN_FP8)))
     engine = Engine()
     engine.computes_in_fp8 = True
@@ -148,7 +154,7 @@ def layers_in_fp8(
         patched.setattr(routed, "_said", set())
         layer = make_layer(transformer_config(EP2, "flashmoe", **IN_FP8))
         fused = run_layer(layer)
-        assert layer.flashmoe_routed_experts.backend.config.experts == "fp8"
+        assert layer.flashmoe_routed_experts.backend.config.experts == experts
         return stock, fused, routed._said
 
 
@@ -194,6 +200,10 @@ def test_a_run_in_blockwise_fp8_may_have_such_experts(
     for config.fp8 in ("e4m3", "hybrid"):  # a forward is in E4M3 with either
         config.fp8_recipe = recipe
         check_fp8_experts(config, Settings(experts="fp8"))
+    with pytest.raises(ConfigError, match=r"fp8_dgrad with --fp8-format hybrid, .*: pass --fp8-fo"):
+        check_fp8_experts(config, Settings(experts="fp8_dgrad"))
+    config.fp8 = "e4m3"
+    check_fp8_experts(config, Settings(experts="fp8_dgrad"))
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
     with pytest.raises(ConfigError, match=r"FP32_SCALES=1: leave it out, .* powers of two, or"):
         check_fp8_experts(config, Settings(experts="fp8"))

@@ -5,6 +5,7 @@ to E4M3 by shifts. What is read back is in float64.
 """
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ from flashmoe_megatron.oracle import FUNCTIONS
 
 Ints = npt.NDArray[np.int64]
 BLOCK = 128
+Rounded = Callable[[torch.Tensor, int], torch.Tensor]
+"""Rounds bfloat16 in blocks of a height, to float64."""
 
 
 def bits_of(x: torch.Tensor) -> Ints:
@@ -84,9 +87,64 @@ def read(values: Ints, exponent: Ints, height: int) -> torch.Tensor:
     return torch.from_numpy(np.where(values >> 7 == 1, -1.0, 1.0) * np.ldexp(number, -scales))
 
 
+def as_bfloat16(values: torch.Tensor, height: int) -> torch.Tensor:
+    """The values themselves, in float64."""
+    return values.double()
+
+
 def by_integers(values: torch.Tensor, height: int) -> torch.Tensor:
     """What bfloat16 values become, in float64."""
     return read(*quantize(values, height), height).to(values.device)
+
+
+def along_rows(values: torch.Tensor, rounded: Rounded) -> torch.Tensor:
+    """Rounds blocks of 128 successive rows and one column, the last of as many as there are."""
+    pads = values.new_zeros(-len(values) % BLOCK, values.shape[1])
+    whole = torch.cat((values, pads)).bfloat16()
+    return rounded(whole.t().contiguous(), 1).t()[: len(values)]
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """The same values, whose gradient is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, rounded: Rounded) -> torch.Tensor:
+        ctx.rounded = rounded
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.rounded(grad.bfloat16(), 1), None
+
+
+class _Product(torch.autograd.Function):
+    """Rows times the transpose of weights, with a backward in FP8.
+
+    The gradient of the rows has that of the outputs rounded; so has that of the weights with
+    ``rounds_wgrad``, which has the rows rounded again, as Transformer Engine has: both in blocks of
+    one column. Else it has neither rounded.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        unrounded: torch.Tensor,
+        rounded: Rounded,
+        rounds_wgrad: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight, unrounded)
+        ctx.rounded, ctx.rounds_wgrad = rounded, rounds_wgrad
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, unrounded = ctx.saved_tensors
+        of_rows = ctx.rounded(grad.bfloat16(), 1) @ weight
+        if ctx.rounds_wgrad:
+            grad, rows = along_rows(grad, ctx.rounded), along_rows(unrounded, ctx.rounded)
+        return of_rows, grad.t() @ rows, None, None, None
 
 
 def moe_in_fp8(
@@ -99,14 +157,21 @@ def moe_in_fp8(
     activation: Activation,
     gated: bool,
     glu_interleave: int = 0,
-    rounded: Callable[[torch.Tensor, int], torch.Tensor] = by_integers,
+    rounded: Rounded = by_integers,
+    backward: Literal["dequantized", "fp8_dgrad", "transformer_engine"] = "dequantized",
+    hands_over: bool = False,
     **_: object,
 ) -> torch.Tensor:
     """The oracle's function, in float64 but for operands, which are rounded as FP8 experts do.
 
-    Gradients pass roundings unchanged, so that products of a backward have the rounded operands.
-    ``rounded`` rounds bfloat16 in blocks of a height, to float64.
+    Gradients pass roundings unchanged, so that products of a ``dequantized`` backward have the
+    rounded operands. With ``fp8_dgrad`` gradients of outputs are rounded as their tokens are, and
+    those of pre-activations for gradients of tokens; ``transformer_engine`` rounds them so, and
+    for gradients of weights both operands in blocks along the rows. With ``hands_over`` the product
+    of gradients of outputs and fc2 is rounded to bfloat16, as the kernel hands it over: by that 2 %
+    of the gradients of pre-activations are quantized to their other side, which is a tenth away.
     """
+    rounds_wgrad = backward == "transformer_engine"
 
     def bfloat16(values: torch.Tensor) -> torch.Tensor:
         return values + (values.bfloat16() - values).detach()
@@ -114,11 +179,19 @@ def moe_in_fp8(
     def fp8(values: torch.Tensor, height: int) -> torch.Tensor:
         return values + (rounded(values.bfloat16(), height) - values).detach()
 
+    def product(values: torch.Tensor, in_fp8: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if backward == "dequantized":
+            return in_fp8 @ weight.t()
+        product: torch.Tensor = _Product.apply(
+            in_fp8, weight, values.detach(), rounded, rounds_wgrad
+        )
+        return product
+
     out = torch.zeros_like(x)
     tokens_in_fp8 = fp8(x, 1)
     for expert in range(len(fc1)):
         tokens = routing_map[:, expert].nonzero().squeeze(1)
-        projected = bfloat16(tokens_in_fp8[tokens] @ fp8(fc1[expert], BLOCK).t())
+        projected = bfloat16(product(x[tokens], tokens_in_fp8[tokens], fp8(fc1[expert], BLOCK)))
         if gated:
             blocks = projected.unflatten(1, (-1, 2, glu_interleave or projected.shape[1] // 2))
             gate, up = blocks[:, :, 0].flatten(1), blocks[:, :, 1].flatten(1)
@@ -126,5 +199,12 @@ def moe_in_fp8(
         else:
             activated = FUNCTIONS[activation](projected)
         weighted = bfloat16(activated * probs[tokens, expert].unsqueeze(1))
-        out = out.index_add(0, tokens, fp8(weighted, 1) @ fp8(fc2[expert], BLOCK).t())
-    return out
+        in_fp8 = fp8(weighted, 1)
+        if hands_over:
+            in_fp8 = _RoundedGradient.apply(in_fp8, as_bfloat16)
+        rows = product(weighted, in_fp8, fp8(fc2[expert], BLOCK))
+        out = out.index_add(0, tokens, rows)
+    if backward != "fp8_dgrad":
+        return out
+    of_rounded: torch.Tensor = _RoundedGradient.apply(out, rounded)  # they have travelled so
+    return of_rounded

@@ -94,7 +94,9 @@ def oracle(config: MoEConfig, inputs: cases.Inputs, **how: Any) -> list[Found]:
         for weights in (inputs.fc1, inputs.fc2)
     )
     routing_map = torch.cat(inputs.routing_map)
-    layer = fp8.moe_in_fp8 if config.experts == "fp8" else moe_reference
+    layer = fp8.moe_in_fp8 if config.in_fp8 else moe_reference
+    if config.has_fp8_dgrad:
+        how = {"backward": "fp8_dgrad", **how}
     out = layer(x, probs, routing_map, fc1, fc2, **cases.form_of(config), **how)
     leaves = (x, probs, *fc1, *fc2)
     grads = torch.autograd.grad(

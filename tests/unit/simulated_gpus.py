@@ -175,7 +175,7 @@ class Library:
             if kind is ctypes.c_uint64:
                 setattr(found, name, 4096)
         wanted = getattr(problem, "_obj", problem)
-        in_fp8 = wanted.experts == bindings.FP8
+        in_fp8 = wanted.experts != bindings.AS_GIVEN
         row_bytes = fp8_row_bytes(wanted.hidden) if in_fp8 else 2 * wanted.hidden
         found.row_block_bytes = TILE_M * row_bytes
         found.weight_copy_bytes[:] = (1024, 2048) if in_fp8 else (0, 0)

@@ -81,7 +81,7 @@ def test_an_input_that_no_layer_gives(given: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"experts": 2}, "experts 2: wanted 0 or FP8 (1)"),
+        ({"experts": 3}, "experts 3: wanted 0, FP8 (1) or FP8 dgrad (2)"),
         ({"dtype": bindings.FLOAT16}, "FP8 experts with dtype 2, hidden 128, intermediate 256: wa"),
         ({"hidden": 192}, "FP8 experts with dtype 1, hidden 192, intermediate 256: wanted bfloat1"),
         ({"intermediate": 64}, "FP8 experts with dtype 1, hidden 128, intermediate 64: wanted bfl"),

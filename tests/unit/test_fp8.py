@@ -35,6 +35,7 @@ from tests.unit.separate import NAMES, ROUTINGS, TOKENS, Found, compare, make, o
 
 SIZES: dict[str, Any] = {"hidden": 256, "intermediate": 128, "num_experts": 4, "experts": "fp8"}
 CONFIG = cases.make_config(**SIZES)
+EXPERTS = ("fp8", "fp8_dgrad")
 FORMS: tuple[dict[str, Any], ...] = (
     {},
     {"gated": False, "activation": Activation.SQUARED_RELU},
@@ -57,10 +58,13 @@ def uneven_inputs(config: MoEConfig, tokens: list[int], seed: int = 0) -> cases.
     return inputs
 
 
+@pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("form", FORMS, ids=["swiglu", "plain", "interleaved"])
 @pytest.mark.parametrize("name", NAMES)
-def test_results_are_those_of_rounded_operands(name: str, form: dict[str, Any]) -> None:
-    config = cases.make_config(**SIZES, **form)
+def test_results_are_those_of_rounded_operands(
+    name: str, form: dict[str, Any], experts: str
+) -> None:
+    config = cases.make_config(**{**SIZES, "experts": experts}, **form)
     inputs = uneven_inputs(config, [37])
     (want,) = oracle(config, inputs)
     found = run(make(name, config), inputs)
@@ -68,6 +72,74 @@ def test_results_are_those_of_rounded_operands(name: str, form: dict[str, Any]) 
     (in_bf16,) = oracle(cases.make_config(**{**SIZES, "experts": "bf16"}, **form), inputs)
     far = [(found[what].double() - in_bf16[what]).norm() / in_bf16[what].norm() for what in want]
     assert min(far) > 0.02, "a forward in bfloat16 is nearer"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_backward_in_fp8_rounds_gradients(name: str) -> None:
+    """What is computed differs from a backward in bfloat16, whose gradients it does not round."""
+    inputs = uneven_inputs(CONFIG, [37])
+    (in_bf16,) = oracle(CONFIG, inputs)
+    found = run(make(name, dataclasses.replace(CONFIG, experts="fp8_dgrad")), inputs)
+    compare({"out": found["out"]}, {"out": in_bf16["out"]}, torch.bfloat16, times=FURTHER)
+    for what, least in (("grad x", 0.02), ("grad probs", 0.02), ("grad fc1", 0.02)):
+        far = (found[what].double() - in_bf16[what]).norm() / in_bf16[what].norm()
+        assert far > least, what
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["swiglu", "plain", "interleaved"])
+def test_gradients_are_as_near_as_transformer_engines(form: dict[str, Any]) -> None:
+    """Its blockwise recipe multiplies all of a backward in FP8, here only gradients of tokens."""
+    config = cases.make_config(**{**SIZES, "hidden": 512, "experts": "fp8_dgrad"}, **form)
+    inputs = uneven_inputs(config, [300])
+    (exact,) = oracle(dataclasses.replace(config, experts="bf16"), inputs)
+    (theirs,) = oracle(config, inputs, backward="transformer_engine")
+    found = run(make("reference", config), inputs)
+    for what, value in exact.items():
+        got, bound = (float((one[what].double() - value).norm()) for one in (found, theirs))
+        assert got <= 1.05 * bound, (what, got / bound)
+
+
+def test_what_the_kernel_hands_over_moves_gradients_of_tokens() -> None:
+    """One rounding to bfloat16 ahead of a quantization has that much to do with them alone."""
+    config = dataclasses.replace(CONFIG, experts="fp8_dgrad")
+    inputs = uneven_inputs(config, [300])
+    (want,), (found,) = (oracle(config, inputs, hands_over=one) for one in (False, True))
+    far = {what: float((found[what] - value).norm() / value.norm()) for what, value in want.items()}
+    assert 0.005 < far.pop("grad x") < 0.02
+    assert max(far.values()) < 0.003
+
+
+def test_gradients_are_quantized_as_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both products of a backward have the bytes that Transformer Engine's quantizer would give."""
+    config = dataclasses.replace(CONFIG, experts="fp8_dgrad")
+    inputs = uneven_inputs(config, [37])
+    multiplied: dict[str, list[torch.Tensor]] = {"product": [], "grad_product": []}
+    originals = {kind: getattr(type(PLAIN), kind) for kind in multiplied}
+    differentiated: list[torch.Tensor] = []
+    for kind, seen in multiplied.items():
+
+        def listen(self: Any, rows: Any, *args: Any, kind: Any = kind, seen: Any = seen) -> Any:
+            seen.append(rows)
+            return originals[kind](self, rows, *args)
+
+        monkeypatch.setattr(type(PLAIN), kind, listen)
+    original = type(PLAIN).weighted_activation_backward
+
+    def differentiate(self: Any, *args: Any) -> Any:
+        results = original(self, *args)
+        differentiated.append(results[0])
+        return results
+
+    monkeypatch.setattr(type(PLAIN), "weighted_activation_backward", differentiate)
+    run(make("reference", config), inputs)
+    (of_outputs,), (*_, of_preacts) = multiplied["grad_product"], multiplied["product"]
+    by_expert = inputs.routing_map[0].t().nonzero()[:, 1]
+    for got, exact in (
+        (of_outputs, inputs.grad_out[0][by_expert]),
+        (of_preacts, differentiated[0]),
+    ):
+        assert torch.equal(got.double(), fp8.read(*fp8.quantize(exact, 1), 1))
+        assert not torch.equal(got, exact)
 
 
 def compare_rank(
@@ -161,7 +233,7 @@ def test_activations_are_rounded_to_bfloat16_and_then_to_fp8() -> None:
     g = cases.generator(5)
     pre = torch.randn(300, 2 * config.intermediate, generator=g).bfloat16()
     probs = torch.rand(300, generator=g)
-    got = precision_of(config).activation(PLAIN.weighted_activation(config, pre, probs))
+    got = precision_of(config).between(PLAIN.weighted_activation(config, pre, probs))
     gate, up = pre.float().chunk(2, 1)
     exact = gate.clamp(min=0) * up * probs[:, None]
     want = fp8.read(*fp8.quantize(exact.bfloat16(), 1), 1)
@@ -383,8 +455,8 @@ def test_no_quantized_weight_is_older_than_its_parameter(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"experts": "int8"}, "experts='int8': wanted one of bf16, fp8"),
-        ({"experts": None}, "experts=None: wanted one of bf16, fp8"),
+        ({"experts": "int8"}, "experts='int8': wanted one of bf16, fp8, fp8_dgrad"),
+        ({"experts": None}, "experts=None: wanted one of bf16, fp8, fp8_dgrad"),
         ({"hidden": 192}, "hidden=192: wanted a multiple of 128, .* or experts='bf16'"),
         ({"intermediate": 64}, "intermediate=64: wanted a multiple of 128"),
         ({"clamp_value": 7.0}, "clamp_value=7.0: wanted none, or experts='bf16'"),

@@ -86,7 +86,7 @@ class Rank:
         self.stream = torch.cuda.Stream()
         maps = torch.empty(sizes.weight_map_bytes, dtype=torch.uint8)
         num_bytes = max(sizes.weight_copy_bytes)
-        self._copies = self._empty(num_bytes) if config.experts == "fp8" else None
+        self._copies = self._empty(num_bytes) if config.in_fp8 else None
         bindings.call(
             "encode_weights",
             self._problem,

@@ -18,8 +18,12 @@ __device__ __forceinline__ void publish_grads(const LayerArgs& args,
                                               int processor) {
     static_assert(sizeof(RowCopySmem) <= sizeof(AllOutputs));
     if (processor == 0 and threadIdx.x % 32 == 0) {
-        publish_rows(args, current_epoch(args.workspace),
-                     reinterpret_cast<RowCopySmem&>(handover.outputs));
+        const uint32_t epoch = current_epoch(args.workspace);
+        if constexpr (kIsFp8) {  // a launch ahead has put them there
+            tell_rows(args, &args.workspace.tickets->rows_published, epoch);
+        } else {
+            publish_rows(args, epoch, reinterpret_cast<RowCopySmem&>(handover.outputs));
+        }
     }
     ptx::barrier_sync(kGradsPublished, kNumProcessors * 32);
 }
@@ -41,7 +45,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         [[maybe_unused]] uint32_t waited = 0;
         const TileInfo tile = take_tile(args.watchdog, Wait::kFinisherTile, mailbox, slot, waited);
         if (tile.gemm == TileInfo::kNoTile) break;
-        if constexpr (Pass::kIsBackward) {
+        if constexpr (Pass::kHasWeightGrads) {
             if (is_weight_grad(tile)) {
                 finish_weight_grad<Pass>(args, tile, handover, handover_cursor, processor, counted);
                 continue;
@@ -85,12 +89,12 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (threadIdx.x % 32 == 0) {
             protocol::publish<Atomics>(args.workspace.tile_ready +
                                        args.workspace.tile_counter(tile.gemm, tile.m));
-            if (Pass::kIsBackward and tile.gemm == 0) {
+            if (Pass::kHasWeightGrads and tile.gemm == 0) {
                 protocol::publish<Atomics>(&args.workspace.tickets->differentiated);
             }
         }
     }
-    if constexpr (Pass::kIsBackward) {
+    if constexpr (Pass::kHasWeightGrads) {
         ptx::bulk_wait_complete();  // weight gradients: no wait in this launch is for them
         if constexpr (kHasReplicas) {
             // But owners of replicas wait for fc2's, and this GPU's warps that add them, also for

@@ -215,7 +215,8 @@ __device__ __forceinline__ void load_scales(const typename Pass::Args& args,
     const int first = k / kScalesAtOnce * kScalesAtOnce;
     cute::SM90_TMA_LOAD_2D::copy(&args.scale_map[tile.gemm], arrived, kHint, scales.a, first,
                                  tile.m * BLOCK_M);
-    const int num_rows = tile.gemm == 0 ? args.shape.fc1_rows() : args.shape.hidden;
+    const int of_gemm0 = Pass::kIsBackward ? args.shape.intermediate : args.shape.fc1_rows();
+    const int num_rows = tile.gemm == 0 ? of_gemm0 : args.shape.hidden;
     const int width = align_up(args.num_k_blocks[tile.gemm], kScalesAtOnce);
 #pragma unroll
     for (int box = 0; box < BLOCK_N / kBoxRows; ++box) {
@@ -332,7 +333,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
         args.watchdog, mailbox,
         [&] { return int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1)); },
         [&](int ticket) {
-            if constexpr (Pass::kIsBackward) {
+            if constexpr (Pass::kHasWeightGrads) {
                 const int behind = ticket - schedule.order.num_tickets();
                 if (behind >= 0) return weight_grad_pair(args, behind);
             }
@@ -344,7 +345,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             return pair;
         },
         [&](const TileInfo& tile, auto take, auto announce) {
-            if constexpr (Pass::kIsBackward) {
+            if constexpr (Pass::kHasWeightGrads) {
                 if (is_weight_grad(tile)) {
                     if (not is_differentiated and cute::elect_one_sync()) {
                         await_differentiated(args);
@@ -364,10 +365,14 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             }
             const int matrix = Pass::kWeightOfGemm0 ^ tile.gemm;
             const int cta = int(ptx::cluster_rank());
+            constexpr bool kIsJoined = kIsFp8 and Pass::kIsBackward;  // transposes of split weights
+            const auto first_fc2 = [&] {
+                return kIsJoined ? args.shape.num_local_slots() : args.shape.num_fc1();
+            };
             const CUtensorMap* weights =
-                args.weight_maps + (matrix == 0 ? 0 : args.shape.num_fc1()) + tile.expert;
+                args.weight_maps + (matrix == 0 ? 0 : first_fc2()) + tile.expert;
             // Split weights: a forward's gate and up rows are boxes, and a backward's halves of K.
-            const bool is_split = matrix == 0 and args.shape.is_split;
+            const bool is_split = matrix == 0 and args.shape.is_split and not kIsJoined;
             const int to_up = is_split ? args.shape.num_local_slots() : 0;
             const auto load_b = [&](auto& stage, Barrier& full, int k) {
                 const CUtensorMap* half = weights;

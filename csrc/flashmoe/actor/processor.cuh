@@ -93,7 +93,7 @@ __device__ __forceinline__ void process_tiles(const typename Pass::Args& args,
         }
         give_outputs<T>(args.watchdog, room, handover_cursor, handover_wait, accumulator);
     }
-    if constexpr (Pass::kIsBackward) {  // weight gradients come last
+    if constexpr (Pass::kHasWeightGrads) {  // they come last
         // The products are other instructions here, which all warps of a warpgroup must reach
         // together.
         ptx::barrier_sync(kProcessorsBarrier + warpgroup, 128);

@@ -22,10 +22,16 @@ KernelEntry backward_bf16_transposed(bool is_gated);
 KernelEntry backward_fp16(bool is_gated);
 KernelEntry backward_fp16_transposed(bool is_gated);
 KernelEntry backward_of_fp8(bool is_gated);
+KernelEntry backward_fp8(bool is_gated);
 
 // Copies of weights and of rows for experts in FP8; see kernel/copies.h.
 KernelEntry copy_weights_entry();
 KernelEntry read_rows_entry();
+KernelEntry turn_weights_entry();
+KernelEntry quantize_grads_entry();
+
+// Gradients of weights, after a backward in FP8.
+KernelEntry weight_grads_entry();
 
 // From 16-bit rows, into buffers of another type or the same.
 KernelEntry bias_grad_bf16(bool into_float32);

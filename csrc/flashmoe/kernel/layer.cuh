@@ -14,6 +14,9 @@
 #include "flashmoe/actor/processor.cuh"
 #include "flashmoe/kernel/entry.h"
 #include "flashmoe/moe/combine.cuh"
+#ifdef FLASHMOE_IN_FP8
+#include "flashmoe/moe/differentiate_fp8.cuh"
+#endif
 #include "flashmoe/moe/dispatch.cuh"
 #include "flashmoe/moe/place.cuh"
 #include "flashmoe/moe/slot_grads.cuh"
@@ -28,23 +31,32 @@ struct ForwardPass {
     using Element = T;
     using Args = LayerArgs;
     static constexpr bool kIsBackward = false, kGatedForward = kGated, kHasBias = not kIsFp8;
+    static constexpr bool kHasWeightGrads = false;
     static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
     using FinishGemm0 = ActivateRows<T, kGated>;
 };
 
+// In FP8 weights are copied as their transposes, since wgmma reads E4M3 along K alone; and
+// gradients of weights, which are of 16-bit operands, are a launch of their own
+// (weight_grads_kernel.cuh).
 template <class T, bool kGated, bool kTransposed>
 struct BackwardPass {
     using Element = T;
     using Args = BackwardArgs;
     static constexpr bool kIsBackward = true, kGatedForward = false, kHasBias = false;
-    static constexpr Major kMajorB = kTransposed ? Major::K : Major::MN;
+    static constexpr bool kHasWeightGrads = not kIsFp8;
+    static constexpr Major kMajorB = kTransposed or kIsFp8 ? Major::K : Major::MN;
     static constexpr int kWeightOfGemm0 = 1;  // fc2, then fc1
     // Tokens that are gathered for fc1's gradient are the left operand. Each CTA of a pair reads
     // its own, while both share the right one, and threads of one CTA cannot copy to both. Unless
     // weights are transposed, the product is then the transpose of the gradient.
     static constexpr bool kTurnsGrads = not kTransposed and not kHasReplicas;
+#ifdef FLASHMOE_IN_FP8
+    using FinishGemm0 = DifferentiateInFp8<T, kGated>;
+#else
     using FinishGemm0 = DifferentiateRows<T, kGated>;
+#endif
 };
 
 // The backward of a forward in FP8: it multiplies 16-bit copies of the forward's operands.
@@ -159,7 +171,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     begin_record(args);
     for (int i = threadIdx.x; i < args.shape.num_matrices(); i += blockDim.x) {
         ptx::acquire_tensor_map(args.weight_maps + i);
-        if constexpr (Pass::kIsBackward) ptx::acquire_tensor_map(args.weight_grads.maps + i);
+        if constexpr (Pass::kHasWeightGrads) ptx::acquire_tensor_map(args.weight_grads.maps + i);
     }
     if (threadIdx.x == kLayerThreads - 1) {  // the last warp does not plan
         init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));
@@ -209,8 +221,12 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
     // meanwhile.
     if (goes_on) cute::cluster_sync();
     leave(args.workspace, [&] {
-        write_record(args, Pass::kIsBackward, [&] { spoil_outputs<Pass>(args); });
-        if constexpr (Pass::kIsBackward) {
+        if constexpr (Pass::kIsBackward and not Pass::kHasWeightGrads) {
+            spoil_outputs<Pass>(args);  // the record is of the launch that follows, too
+        } else {
+            write_record(args, Pass::kIsBackward, [&] { spoil_outputs<Pass>(args); });
+        }
+        if constexpr (Pass::kHasWeightGrads) {
             if (threadIdx.x == 0) tell_fc2_grads(args);  // unless that is done
         }
         return unmatched_ranks(args) == 0;

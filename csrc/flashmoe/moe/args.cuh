@@ -111,6 +111,8 @@ struct LayerArgs {
 
     CUtensorMap load_map[2];                          // A of each GEMM
     FLASHMOE_SCALE_FIELD(CUtensorMap, scale_map[2]);  // its scales
+    // dpre once more, operand_row_bytes(fc1_rows) a row: A of GEMM1 in a backward.
+    FLASHMOE_SCALE_FIELD(char*, dpre_in_fp8);
 };
 
 // One of the two products of weight gradients, dW = left^T right over an expert's rows.

@@ -28,8 +28,9 @@ __device__ __forceinline__ uint32_t replica_word(const LayerArgs& args, int i) {
 }
 
 // Calls `meanwhile` while the record's parts are being loaded. A launch that does nothing, since
-// some ranks lack its backward, has no record. Scope: the last CTA to leave.
-template <class Meanwhile>
+// some ranks lack its backward, has no record. With kHasEnded a launch before has ended the epoch.
+// Scope: the last CTA to leave.
+template <bool kHasEnded = false, class Meanwhile>
 __device__ __forceinline__ void write_record(const LayerArgs& args,
                                              bool is_backward,
                                              Meanwhile meanwhile) {
@@ -52,7 +53,7 @@ __device__ __forceinline__ void write_record(const LayerArgs& args,
     const uint32_t early = has_early ? word_behind_head(mine) : 0;
     const PlanHeader plan = *args.plan.header;
     const auto sequence = *workspace.num_records + 1;
-    const uint32_t epoch = current_epoch(workspace);
+    const uint32_t epoch = kHasEnded ? *workspace.epoch : current_epoch(workspace);
     const auto begin_ns = *workspace.begun_ns;
     meanwhile();
     if (threadIdx.x == 0) {

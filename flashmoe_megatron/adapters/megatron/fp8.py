@@ -29,6 +29,13 @@ FP8_EXPERTS = (
 )
 """The notice that the user receives who has asked for it, with --fp8-format and without."""
 
+FP8_DGRAD = (
+    "routed experts compute forwards and gradients of tokens in blockwise FP8 (--flashmoe-experts "
+    "fp8_dgrad), all of it E4M3, with scales of 1 x 128 and 128 x 128 that are powers of two, and "
+    "gradients of weights in bfloat16"
+)
+"""The notice that the user receives who has asked for that."""
+
 _CLASSES = ("SequentialMLP", "TEGroupedMLP", "GroupedMLP")
 """The experts' classes in ``megatron.core.transformer.moe.experts``; releases differ."""
 

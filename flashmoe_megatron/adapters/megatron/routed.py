@@ -27,7 +27,12 @@ from flashmoe_megatron.adapters.megatron.config.refusals import (
     check_fp8_experts,
     refuse,
 )
-from flashmoe_megatron.adapters.megatron.fp8 import BFLOAT16_EXPERTS, FP8_EXPERTS, fp8_is_on
+from flashmoe_megatron.adapters.megatron.fp8 import (
+    BFLOAT16_EXPERTS,
+    FP8_DGRAD,
+    FP8_EXPERTS,
+    fp8_is_on,
+)
 from flashmoe_megatron.adapters.megatron.offload import run_offloaded, unused_modules
 from flashmoe_megatron.adapters.megatron.settings import (
     Settings,
@@ -307,8 +312,8 @@ def say_of_process(line: str) -> None:
 def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: bool) -> None:
     """Tells the user what computes a layer and what a setting becomes, each line once."""
     say_once(describe(backend, config, is_bounded=is_bounded))
-    if settings.experts == "fp8":
-        say_once(FP8_EXPERTS)
+    if settings.experts != "bf16":
+        say_once(FP8_DGRAD if settings.experts == "fp8_dgrad" else FP8_EXPERTS)
     elif getattr(config, "fp8", None):
         say_once(BFLOAT16_EXPERTS)
     if settings.filled_slots and backend.config.num_ranks > 1:

@@ -164,10 +164,10 @@ def check_fp8_experts(config: Any, settings: Settings) -> None:
     """Refuses routed experts in FP8 where they would not follow a setting of the model.
 
     Raises:
-        ConfigError: The model's recipe is another one, some of its layers are not in FP8, or its
-            experts have what no experts in FP8 have.
+        ConfigError: The model's recipe or its format is another one, some of its layers are not in
+            FP8, or its experts have what no experts in FP8 have.
     """
-    if settings.experts != "fp8":
+    if settings.experts == "bf16":
         return
     recipe = getattr(config, "fp8_recipe", None)
     recipe, dtype = getattr(recipe, "value", recipe), compute_dtype(config)
@@ -177,6 +177,11 @@ def check_fp8_experts(config: Any, settings: Settings) -> None:
             in_fp8 and recipe != "blockwise",
             f"--fp8-recipe {recipe}",
             "pass --fp8-recipe blockwise",
+        ),
+        (
+            settings.experts == "fp8_dgrad" and getattr(config, "fp8", None) == "hybrid",
+            "--fp8-format hybrid, whose gradients are E5M2",
+            "pass --fp8-format e4m3",
         ),
         (
             in_fp8 and os.environ.get(_FLOAT32_SCALES) == "1",
@@ -195,7 +200,9 @@ def check_fp8_experts(config: Any, settings: Settings) -> None:
     ):
         if is_asked:
             flag = flag_of("experts")
-            raise ConfigError(f"{flag} fp8 with {what}: {way_out}, or pass {flag} bf16")
+            raise ConfigError(
+                f"{flag} {settings.experts} with {what}: {way_out}, or pass {flag} bf16"
+            )
 
 
 def _is_block(config: Any) -> bool:

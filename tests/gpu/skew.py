@@ -105,7 +105,8 @@ class Layer:
     def step(self, routing: Routing) -> int:
         """A forward and backward, whose plans are launches; returns the most blocks of a rank."""
         probs, maps = zip(*routing, strict=True)
-        out, saved = self.layer.forward(self.x, probs, maps, self.weights)
+        x = [rows[: len(each)] for rows, each in zip(self.x, probs, strict=True)]
+        out, saved = self.layer.forward(x, probs, maps, self.weights)
         self.layer.backward(out, saved, self.weights, *zip(*self.grads, strict=True))
         torch.cuda.synchronize()
         return max(one.num_row_blocks for one in saved)

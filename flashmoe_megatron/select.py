@@ -210,7 +210,7 @@ def _make_backend(
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if chosen_options.combine == "routes" or chosen_options.host_slots:
         check_combine(config, chosen_options, grid, chosen, is_alone=group is None)
-    check_fp8_by_route(config, chosen_options, chosen)
+    check_fp8(config, chosen_options, grid, chosen)
     if chosen_options.rank_invariant and grid.num_hosts > 1:
         raise ConfigError(
             f"rank_invariant=True in an expert-parallel group over {grid.num_hosts} hosts, which "
@@ -312,16 +312,24 @@ def check_combine(
         raise ConfigError(f"host_slots={slots} with {problem}")
 
 
-def check_fp8_by_route(config: MoEConfig, options: BackendOptions, kind: Kind) -> None:
-    """Refuses experts in FP8 on the kernel with results by route, which no GPU has run.
+def check_fp8(config: MoEConfig, options: BackendOptions, grid: HostGrid, kind: Kind) -> None:
+    """Refuses experts in FP8 on the kernel where no GPU has run them.
 
     Raises:
-        ConfigError: Results travel by route.
+        ConfigError: Results travel by route, or gradients of tokens in FP8 go over several hosts.
     """
-    if config.in_fp8 and kind == "kernel" and options.combine == "routes":
+    if not config.in_fp8 or kind != "kernel":
+        return
+    problem = None
+    if options.combine == "routes":
+        problem = "with combine='routes'", "'shares'"
+    elif config.has_fp8_dgrad and grid.num_hosts > 1:
+        problem = f"in an expert-parallel group over {grid.num_hosts} hosts", "experts='fp8'"
+    if problem is not None:
+        where, way_out = problem
         raise ConfigError(
-            f"experts={config.experts!r} on the kernel with combine='routes', which no GPU has run "
-            "yet: wanted 'shares', or experts='bf16'"
+            f"experts={config.experts!r} on the kernel {where}, which no GPU has run yet: wanted "
+            f"{way_out}, or experts='bf16'"
         )
 
 

@@ -29,7 +29,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import (
     check_combine,
-    check_fp8_by_route,
+    check_fp8,
     check_over_hosts,
     select_backend,
 )
@@ -623,17 +623,22 @@ def test_where_no_row_can_travel_for_each_route():
     check_combine(CONFIG, most, grid, "kernel", is_alone=False)
 
 
-def test_fp8_on_the_kernel_has_no_results_by_route():
-    wide = replace(CONFIG, hidden=128, intermediate=128, experts="fp8")
-    by_route = BackendOptions(combine="routes")
-    said = (
-        "experts='fp8' on the kernel with combine='routes', .* wanted 'shares', or experts='bf16'"
-    )
-    with pytest.raises(ConfigError, match=said):
-        check_fp8_by_route(wide, by_route, "kernel")
-    check_fp8_by_route(wide, by_route, "reference")
-    check_fp8_by_route(CONFIG, by_route, "kernel")
-    check_fp8_by_route(wide, BackendOptions(), "kernel")
+def test_fp8_on_the_kernel_is_refused_where_no_gpu_has_run_it():
+    shape = {"hidden": 128, "intermediate": 128}
+    fp8, dgrad = (replace(CONFIG, **shape, experts=kind) for kind in ("fp8", "fp8_dgrad"))
+    plain, by_route = BackendOptions(), BackendOptions(combine="routes")
+    one_host, two = HostGrid(1, 4, 0), HostGrid(2, 2, 0)
+    for config, options, grid, said in (
+        (fp8, by_route, one_host, "='fp8' .* combine='routes', .* wanted 'shares', or"),
+        (dgrad, by_route, one_host, "='fp8_dgrad' .* combine='routes', .* wanted 'shares', or"),
+        (dgrad, plain, two, "='fp8_dgrad' .* over 2 hosts, .* wanted experts='fp8', or"),
+    ):
+        with pytest.raises(ConfigError, match=f"experts{said} experts='bf16'"):
+            check_fp8(config, options, grid, "kernel")
+        check_fp8(config, options, grid, "reference")
+    check_fp8(CONFIG, by_route, two, "kernel")
+    check_fp8(fp8, plain, two, "kernel")
+    check_fp8(dgrad, plain, one_host, "kernel")
 
 
 def test_each_host_takes_what_most_of_its_own_routes_choose():

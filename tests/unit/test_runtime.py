@@ -102,7 +102,7 @@ class Planned(KernelBackend):
         self.memory.has_shared_fault = self.outcome.status != bindings.PEER_TIMEOUT
         return self.outcome
 
-    def _use_weights(self, _: object) -> Any:
+    def _use_weights(self, *_: object) -> Any:
         return None
 
     def _checked_call(self, given: Given) -> Given:

@@ -1760,7 +1760,7 @@ MUTATIONS = (
         "Promise.give",
         "self._is_given, self._made_of = True, None",
         "self._is_given = True",
-        "tests/unit/test_promise.py::test_a_training_has_the_same_bits",
+        "tests/unit/test_promise.py::test_the_first_pass_makes_what_others_find",
     ),
     Mutation(
         "a promise holds behind its end",

@@ -216,7 +216,9 @@ def test_what_is_computed_for_a_call_is_copied_in_each(monkeypatch: pytest.Monke
             return 2 * given
 
     with unchanged_weights(layer):
+        assert layer._weights(None).promise is layer._weights(torch.bfloat16).promise is not None
         layer.float()
+        assert layer._weights(torch.bfloat16).promise is None
         with torch.autocast("cpu", dtype=torch.bfloat16):
             layer(x), layer(x)
         assert counts == [4]
@@ -224,6 +226,7 @@ def test_what_is_computed_for_a_call_is_copied_in_each(monkeypatch: pytest.Monke
         layer(x), layer(x)
         assert counts == [6]
         torch.nn.utils.parametrize.register_parametrization(layer, "fc2", Twice())
+        assert layer._weights(None).promise is None
         layer(x), layer(x)
         assert counts == [10]
 

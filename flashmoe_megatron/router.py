@@ -15,6 +15,7 @@ from flashmoe_megatron.config import MoEConfig, is_number
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 
 Score = Literal["softmax", "sigmoid"]
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +45,10 @@ class RouterConfig:
             raise ConfigError(f"pre_softmax={self.pre_softmax!r}: wanted True or False")
         if self.pre_softmax and self.score != "softmax":
             raise ConfigError(f"pre_softmax=True with score={self.score!r}: wanted 'softmax'")
-        if not is_number(self.scaling_factor, least=-math.inf, most=math.inf) or math.isinf(
-            self.scaling_factor
-        ):
-            raise ConfigError(f"scaling_factor={self.scaling_factor!r}: wanted a finite number")
+        if not is_number(self.scaling_factor, least=-_LARGEST, most=_LARGEST):
+            raise ConfigError(
+                f"scaling_factor={self.scaling_factor!r}: wanted a finite number of float32"
+            )
 
     def probs_of(self, logits: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
         """Probabilities of a choice that has been made; differentiable in the logits.
@@ -63,7 +64,8 @@ class RouterConfig:
             probs = logits.softmax(1) * routing_map
         else:
             probs = logits.masked_fill(~routing_map, -math.inf).softmax(1)
-        return probs * self.scaling_factor
+        factor = float(self.scaling_factor)  # an integer may exceed those of torch
+        return probs * factor
 
 
 @dataclass

@@ -257,7 +257,7 @@ MUTATIONS = (
     Mutation(
         "the router's factor scales no probability",
         "probs_of",
-        "* self.scaling_factor",
+        "* factor",
         "",
         "tests/fuzz/test_public_api.py::test_moe_router_forward",
     ),

@@ -165,12 +165,18 @@ def test_layer_with_a_fused_router(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pre_softmax": 1}, "pre_softmax=1: wanted True or False"),
         ({"pre_softmax": True, "score": "sigmoid"}, "wanted 'softmax'"),
         ({"scaling_factor": float("inf")}, "scaling_factor=inf: wanted a finite number"),
+        ({"scaling_factor": 10**400}, "scaling_factor=1000.*: wanted a finite number of float32"),
         ({"scaling_factor": "2"}, "scaling_factor='2'"),
     ],
 )
 def test_routers_without_meaning_are_refused(options: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RouterConfig(**options)
+
+
+def test_a_factor_may_be_an_integer_that_torch_has_no_type_for() -> None:
+    router, all_chosen = RouterConfig(scaling_factor=2**70), torch.ones(1, 4, dtype=torch.bool)
+    assert (router.probs_of(torch.zeros(1, 4), all_chosen) == 2.0**68).all()
 
 
 def test_a_weight_of_another_layer_is_refused() -> None:

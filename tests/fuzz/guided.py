@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> int:
         f"-artifact_prefix={found}/{options.target}-",
         f"-seed={options.seed}",
         "-max_len=256",
+        # Its measure is the process's peak, which begins with that of the one that has started it.
+        "-rss_limit_mb=0",
         "-print_final_stats=1",
         "-use_value_profile=1",
     ]

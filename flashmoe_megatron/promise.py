@@ -7,7 +7,8 @@ they do not, until it takes its word back: then the first pass makes the copies,
 them.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -85,6 +86,18 @@ class Making(NamedTuple):
     def note(self) -> None:
         """Notes that this pass has made the copies."""
         self.promise._made_of = self.of
+
+
+@contextlib.contextmanager
+def promised(promises: Sequence[Promise]) -> Iterator[None]:
+    """Gives the promises of several layers for its body, at whose end they are taken back."""
+    for promise in promises:
+        promise.give()
+    try:
+        yield
+    finally:
+        for promise in promises:
+            promise.end()
 
 
 def _is_capturing() -> bool:

@@ -84,7 +84,12 @@ class Repeats:
 
     def _agree(self, *values: int) -> list[int]:
         """Returns the greatest values of all ranks of the job. Collective over them."""
-        return agree(*values)
+        if not dist.is_initialized():
+            return [int(value) for value in values]
+        ranks = Ranks(dist.group.WORLD)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        with ranks.bounded:
+            return [int(one) for one in ranks.most(torch.tensor(values, device=device)).tolist()]
 
     @contextlib.contextmanager
     def _exact(self, how: str) -> Iterator[None]:
@@ -191,7 +196,7 @@ class RepeatedSteps(Steps):
     agreed. The second time buffers are exact, and then bounds become a tenth more than what was
     needed. Buffers of the model, generators that its modules have, and those of Python, NumPy and
     torch are put back, so that the optimizer sees what it would see with a larger bound. What else
-    a step changes, such as a sum of losses that are logged, belongs behind it. CUDA graphs that the
+    a step changes, such as a sum of losses that are logged, belongs after it. CUDA graphs that the
     program has captured of its layers keep their bound: a step that replays one ends with the error
     when it is repeated.
 
@@ -268,13 +273,3 @@ def raise_faults() -> None:
         except FlashMoEError as error:
             if not ATTEMPTS.put_off(error):
                 raise
-
-
-def agree(*values: int) -> list[int]:
-    """Returns the greatest values of all ranks of the job. Collective over them."""
-    if not dist.is_initialized():
-        return [int(value) for value in values]
-    ranks = Ranks(dist.group.WORLD)
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    with ranks.bounded:
-        return [int(one) for one in ranks.most(torch.tensor(values, device=device)).tolist()]

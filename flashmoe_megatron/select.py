@@ -210,7 +210,7 @@ def _make_backend(
     grid = HostGrid(1, config.num_ranks, 0) if group is None else find_grid(group)
     if chosen_options.combine == "routes" or chosen_options.host_slots:
         check_combine(config, chosen_options, grid, chosen, is_alone=group is None)
-    check_fp8(config, chosen_options, grid, chosen)
+    check_fp8_on_kernel(config, chosen_options, grid, chosen)
     if chosen_options.rank_invariant and grid.num_hosts > 1:
         raise ConfigError(
             f"rank_invariant=True in an expert-parallel group over {grid.num_hosts} hosts, which "
@@ -312,7 +312,9 @@ def check_combine(
         raise ConfigError(f"host_slots={slots} with {problem}")
 
 
-def check_fp8(config: MoEConfig, options: BackendOptions, grid: HostGrid, kind: Kind) -> None:
+def check_fp8_on_kernel(
+    config: MoEConfig, options: BackendOptions, grid: HostGrid, kind: Kind
+) -> None:
     """Refuses experts in FP8 on the kernel where no GPU has run them.
 
     Raises:

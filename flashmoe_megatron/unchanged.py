@@ -7,6 +7,7 @@ from torch import nn
 
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
+from flashmoe_megatron.promise import promised
 
 
 @contextlib.contextmanager
@@ -43,10 +44,5 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
             f"unchanged_weights of a {type(model).__name__} without experts in FP8: wanted a model "
             "with a FlashMoELayer whose config has experts='fp8', since others copy no weights"
         )
-    for promise in promises:
-        promise.give()
-    try:
+    with promised(promises):
         yield
-    finally:
-        for promise in promises:
-            promise.end()

@@ -1798,9 +1798,9 @@ MUTATIONS = (
         "tests/unit/test_promise.py::test_launches_of_the_kernel",
     ),
     Mutation(
-        "a promise in Megatron outlives its schedule",
-        "unchanged_within",
-        "one.promise.end()",
+        "a promise outlives its schedule or loop",
+        "promised",
+        "promise.end()",
         "pass",
         "tests/megatron/test_unchanged.py::test_a_promise_ends_with_the_schedule",
     ),

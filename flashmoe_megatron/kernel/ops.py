@@ -2,9 +2,9 @@
 
 If none of them looks, a launch is a plain call: the dispatcher takes as long as all else that
 is done here. No other file registers operators. The caller makes the buffers, since it knows their
-sizes;
-``problem`` and ``group`` are addresses of the library's structs, alive during the call. Gradients
-are not registered here: the autograd function is outside, which costs half as much per call.
+sizes; ``problem`` and ``group`` are addresses of the library's structs, alive during the call.
+Gradients are not registered here: the autograd function is outside, which costs half as much per
+call.
 Everything here runs before a launch, while the GPU may be idle, so structs are filled by position,
 which is faster than by name.
 """

@@ -71,24 +71,19 @@ class Blockwise(Precision):
 
     def weights(self, weights: ExpertWeights) -> ExpertWeights:
         """See the base class; an expert's gate and up projections have no block in common."""
-        making = weights.making("separate")
-        if making is None:
-            blocks = _quantized(weights)
-        elif making.is_current:
-            blocks = making.made
+        making, kinds = weights.making("separate"), (weights.fc1, weights.fc2)
+        if making is not None and making.is_current:
+            blocks: list[list[Blocks]] = making.made
         else:
-            blocks = _quantized(weights)
-            making.keep(blocks)
-            making.note()
+            blocks = [[quantize(one, SQUARE) for one in kind] for kind in kinds]
+            if making is not None:
+                making.keep(blocks)
+                making.note()
         fc1, fc2 = (
             tuple(dequantize(each, one.dtype) for each, one in zip(quantized, kind, strict=True))
-            for quantized, kind in zip(blocks, (weights.fc1, weights.fc2), strict=True)
+            for quantized, kind in zip(blocks, kinds, strict=True)
         )
         return replace(weights, fc1=fc1, fc2=fc2, promise=None)
-
-
-def _quantized(weights: ExpertWeights) -> list[list[Blocks]]:
-    return [[quantize(one, SQUARE) for one in kind] for kind in (weights.fc1, weights.fc2)]
 
 
 def precision_of(config: MoEConfig) -> Precision:

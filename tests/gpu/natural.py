@@ -28,6 +28,7 @@ from flashmoe_megatron.planner import bounded_row_blocks
 from flashmoe_megatron.telemetry.record import Phase
 from tests.gpu.skew import Layer, Routing, loads, of_experts
 from tests.gpu.virtual import device, streams
+from tools.arguments import parser_of
 from tools.bench import common
 from tools.bench.common import Record
 from tools.simulate.workloads import Workload, workloads
@@ -66,7 +67,7 @@ class Arm:
             self._graphs.append(graph)
 
     def time_ms(self, replays: int) -> float:
-        """What a forward and backward of all ranks takes, one behind the other."""
+        """What a forward and backward of all ranks takes, one after the other."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         now = torch.cuda.current_stream()
         begin.record()
@@ -146,9 +147,7 @@ def measure(name: str, shape: Shape, options: argparse.Namespace, ranks: int, to
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["qwen3-30b"], choices=SHAPES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--slots", type=int, default=2)

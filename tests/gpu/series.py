@@ -25,6 +25,7 @@ from flashmoe_megatron.bench.shapes import SHAPES
 from tests.gpu.natural import FORCED, routing_of
 from tests.gpu.skew import Layer, Routing, loads
 from tests.gpu.virtual import streams
+from tools.arguments import parser_of
 from tools.bench import common
 from tools.simulate.workloads import workloads
 
@@ -82,9 +83,7 @@ def kernel_times(layer: Layer, routing: Routing) -> dict[str, list[tuple[float, 
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["mixtral-8x7b"], choices=SHAPES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--slots", type=int, nargs="+", default=[0, 2])

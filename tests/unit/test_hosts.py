@@ -29,7 +29,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.select import (
     check_combine,
-    check_fp8,
+    check_fp8_on_kernel,
     check_over_hosts,
     select_backend,
 )
@@ -634,11 +634,11 @@ def test_fp8_on_the_kernel_is_refused_where_no_gpu_has_run_it():
         (dgrad, plain, two, "='fp8_dgrad' .* over 2 hosts, .* wanted experts='fp8', or"),
     ):
         with pytest.raises(ConfigError, match=f"experts{said} experts='bf16'"):
-            check_fp8(config, options, grid, "kernel")
-        check_fp8(config, options, grid, "reference")
-    check_fp8(CONFIG, by_route, two, "kernel")
-    check_fp8(fp8, plain, two, "kernel")
-    check_fp8(dgrad, plain, one_host, "kernel")
+            check_fp8_on_kernel(config, options, grid, "kernel")
+        check_fp8_on_kernel(config, options, grid, "reference")
+    check_fp8_on_kernel(CONFIG, by_route, two, "kernel")
+    check_fp8_on_kernel(fp8, plain, two, "kernel")
+    check_fp8_on_kernel(dgrad, plain, one_host, "kernel")
 
 
 def test_each_host_takes_what_most_of_its_own_routes_choose():

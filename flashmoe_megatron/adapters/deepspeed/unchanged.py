@@ -16,22 +16,23 @@ from flashmoe_megatron.promise import Promise
 
 def promise_problem(engine: Any, settings: Settings) -> str | None:
     """Says why nothing can be promised of an engine's weights, if that is asked for."""
-    problem = None
     if settings.quantize != "step":
         return None
     if isinstance(engine, PipelineEngine):
         problem = "in a PipelineEngine, which counts no micro-batches"
     elif getattr(engine, "zenflow", False):
         problem = "with ZenFlow, which updates weights within a batch"
-    return problem and f'{SECTION}.quantize is "step" {problem}; wanted "pass"'
+    else:
+        return None
+    return f'{SECTION}.quantize is "step" {problem}; wanted "pass"'
 
 
 class Batches:
     """Gives the promise in the first micro-batch of each batch, before a forward of the model.
 
-    The engine's step updates weights behind the last one. A loop that sets its boundaries by itself
+    The engine's step updates weights after the last one. A loop that sets its boundaries by itself
     is followed by the engine's count of steps. Nothing is promised of evaluation, which a loop may
-    run with other weights, nor of what is left of a batch behind it, nor behind a checkpoint.
+    run with other weights, nor of what is left of a batch after it, nor after a loaded checkpoint.
     """
 
     def __init__(self, engine: Any, promises: Sequence[Promise]) -> None:

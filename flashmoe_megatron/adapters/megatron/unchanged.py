@@ -1,6 +1,6 @@
 """Promises that weights stay as they are within one call of Megatron's schedule.
 
-Such a call has all micro-batches of a step, and the optimizer comes behind it; parameters that
+Such a call has all micro-batches of a step, and the optimizer comes after it; parameters that
 ``--overlap-param-gather`` still gathers are there before a layer reads them. Transformer Engine's
 own signal, ``is_first_microbatch``, says the same from the first micro-batch on, but Megatron gives
 it in runs with ``--fp8-format`` alone, and does not say when it ends: a generation of text that
@@ -17,6 +17,7 @@ from typing import Any
 
 from flashmoe_megatron.adapters.megatron.settings import current_value
 from flashmoe_megatron.adapters.megatron.shape import ROUTED
+from flashmoe_megatron.promise import promised
 
 
 @contextlib.contextmanager
@@ -30,16 +31,11 @@ def unchanged_within(model: Any) -> Iterator[None]:
         yield
         return
     chunks = model if isinstance(model, list) else [model]
-    routed = [
-        getattr(module, ROUTED)
+    promises = [
+        getattr(module, ROUTED).promise
         for chunk in chunks
         for module in chunk.modules()
         if hasattr(module, ROUTED)
     ]
-    for one in routed:
-        one.promise.give()
-    try:
+    with promised(promises):
         yield
-    finally:
-        for one in routed:
-            one.promise.end()

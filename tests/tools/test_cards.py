@@ -23,6 +23,7 @@ from tools.bench.cards.page import markdown
 from tools.bench.cards.records import all_todo, folder_of, read_records, todo, write_record
 
 QWEN3 = MODELS[0]
+FP8_FLAGS = ("--fp8-format", "--fp8-recipe", "--flashmoe-experts", "--flashmoe-quantize")
 OURS = Arm("flashmoe", "whole", is_forced=False)
 THEIRS = Arm("alltoall", "pieces", is_forced=False)
 MACHINE = {"gpus": ["H100"], "power_limit": "700 W", "driver": "580", "torch": "2.11"}
@@ -101,6 +102,25 @@ def test_a_loss_that_is_missing_is_outside() -> None:
     assert (band.inside, band.of, band.first_outside) == (2, 3, 2)
 
 
+def test_losses_in_fp8_are_compared_with_those_of_alltoall_in_fp8() -> None:
+    """The run that tells rounding's noise is in bfloat16, and widens no band of FP8."""
+    ours = Arm("flashmoe", "whole", is_forced=False, variant="fp8-dgrad")
+    theirs = Arm("alltoall", "pieces", is_forced=False, variant="fp8")
+    records = {
+        THEIRS.name: record(shift=0.1),
+        OURS.noise: record(shift=0.3),
+        theirs.name: record(shift=0.01),
+        ours.name: record(shift=0.012),
+    }
+    band = band_of(ours, records)
+    assert band is not None
+    assert band.largest == pytest.approx(0.002 / 1.01)
+    assert (band.first_outside, band.has_noise) == (None, False)
+    of_theirs = band_of(theirs, records)
+    assert of_theirs is not None
+    assert of_theirs.largest == pytest.approx(0.09 / 1.1)
+
+
 def test_no_band_without_both_runs() -> None:
     assert band_of(OURS, {OURS.name: record()}) is None
     assert band_of(THEIRS, {THEIRS.name: record()}) is None
@@ -119,6 +139,15 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     write_record(folder, arms[3], record("bound", row_blocks=9, room=8))
     (folder / f"{arms[4].name}.json").write_text('{"ended": "comp')  # a machine was lost
     assert todo(read_records(folder), arms) == [*arms[4:], arms[2], arms[1]]
+    names = [arms[6].name, arms[1].name, arms[5].name]
+    chosen = all_todo(tmp_path, [first, second], 1, names)
+    assert [(model.name, names.index(arm.name)) for model, arm in chosen] == [
+        (first.name, 0),
+        (second.name, 0),
+        (first.name, 2),
+        (second.name, 2),
+        (first.name, 1),
+    ]
     order = [(model.name, arm) for model, arm in all_todo(tmp_path, [first, second], 1)]
     fresh = [(first.name, arm) for arm in arms[4:]]
     fresh += [(second.name, arm) for arm in arms_of(second, 1)]
@@ -314,6 +343,11 @@ def test_flashmoe_has_what_it_is_compared_with(model: Model, gpus: int) -> None:
         assert ("--flashmoe-row-bound" in words) == (arm.graph == "whole")
         assert ("--flashmoe-spare-slots" in words) == (arm.variant == "slots")
         assert gpus > 1 or arm.variant != "slots"
+        fp8 = [words[words.index(flag) + 1] for flag in FP8_FLAGS if flag in words]
+        assert fp8 == {
+            "fp8": ["e4m3", "blockwise", *(["fp8"] if arm.dispatcher == "flashmoe" else [])],
+            "fp8-dgrad": ["e4m3", "blockwise", "fp8_dgrad", "step"],
+        }.get(arm.variant, [])
         assert arm.graph != "whole" or arm.dispatcher == "flashmoe"
 
 

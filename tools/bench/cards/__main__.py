@@ -56,7 +56,9 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--megatron", type=Path, default=Path(".megatron"), help="has pretrain_gpt.py")
     run.add_argument("--minutes", type=float, default=9.0, help="for all arms together")
     run.add_argument("--arm-seconds", type=float, default=ARM_S, help="for one arm at most")
-    run.add_argument("--arms", nargs="+", help="names; default: all that have no result")
+    run.add_argument(
+        "--arms", nargs="+", help="names, in the order to run them; default: all without a result"
+    )
     run.add_argument("--commit", help="what is measured, where the checkout has no git")
     run.add_argument(
         "--at-once",
@@ -101,11 +103,7 @@ def main(arguments: list[str]) -> int:
 def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> int:
     """Runs arms while there is time; the exit status is 1 if any failed."""
     end = time.monotonic() + 60 * options.minutes
-    todo = [
-        (model, arm)
-        for model, arm in all_todo(options.out, models, options.gpus)
-        if not options.arms or arm.name in options.arms
-    ]
+    todo = all_todo(options.out, models, options.gpus, options.arms)
     failed = False
     waiting: deque[Started] = deque()
     with ExitStack() as stack:

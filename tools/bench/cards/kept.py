@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tools.bench.cards.arms import Arm, arms_of
+from tools.bench.cards.arms import EXPERTS, Arm, arms_of
 from tools.bench.cards.card import card_of
 from tools.bench.cards.models import MODELS, Model
 from tools.bench.cards.page import machine_of
@@ -150,21 +150,28 @@ class Comparison:
 
     Attributes:
         card: The card of both.
-        is_forced: Whether experts are chosen at random, so that they get the same.
-        graph: flashmoe's graphs. alltoall always has graphs of pieces.
-        is_fp8: Whether alltoall's run is in blockwise FP8; that of flashmoe is in bfloat16.
-        has_slots: Whether flashmoe's run has spare slots.
+        arm: How flashmoe trained.
+        other: How alltoall trained, always with graphs of pieces. In FP8 it is compared with
+            flashmoe in FP8, and with flashmoe in bfloat16.
         ours: flashmoe's run.
         theirs: alltoall's run.
     """
 
     card: KeptCard
-    is_forced: bool
-    graph: Literal["pieces", "whole"]
-    is_fp8: bool
-    has_slots: bool
+    arm: Arm
+    other: Arm
     ours: Side
     theirs: Side
+
+    @property
+    def is_mixed(self) -> bool:
+        """Tells whether alltoall's run alone is in FP8."""
+        return self.other.in_fp8 and not self.arm.in_fp8
+
+    @property
+    def has_slots(self) -> bool:
+        """Tells whether flashmoe's run has spare slots."""
+        return self.arm.variant == "slots"
 
     @property
     def ratio(self) -> float | None:
@@ -197,14 +204,12 @@ def comparisons(card: KeptCard) -> Iterator[Comparison]:
     misses gets its row.
     """
     arms = arms_of(card.model, card.num_gpus)
-    for variant in ("", "fp8"):
+    pairs = {"": ("", "slots"), "fp8": ("", *EXPERTS)}
+    for variant, ours_of in pairs.items():
         for arm in arms:
             other = Arm("alltoall", "pieces", arm.is_forced, variant)
-            has_slots = arm.variant == "slots"
-            if arm.dispatcher != "flashmoe" or other not in arms or (has_slots and variant):
+            if arm.dispatcher != "flashmoe" or other not in arms or arm.variant not in ours_of:
                 continue
             ours, theirs = side(card.card, arm), side(card.card, other)
-            if ours.line is not None or (arm.graph == "whole" and not has_slots):
-                yield Comparison(
-                    card, arm.is_forced, arm.graph, variant == "fp8", has_slots, ours, theirs
-                )
+            if ours.line is not None or (arm.graph == "whole" and arm.variant != "slots"):
+                yield Comparison(card, arm, other, ours, theirs)

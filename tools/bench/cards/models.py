@@ -94,7 +94,7 @@ class Model:
         flags: Flags of ``pretrain_gpt.py`` for its layers and its batch.
         cuts: Says what differs from the published model.
         arms: How many ways are trained: "six", or "four" without flashmoe's graphs of pieces and
-            with alltoall as before; "fp8" adds alltoall in blockwise FP8 to these. "six" has spare
+            with alltoall as before; "fp8" adds both in blockwise FP8 to these. "six" has spare
             slots, too, where experts are spread over GPUs.
     """
 

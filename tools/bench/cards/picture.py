@@ -26,8 +26,11 @@ class Kind:
 
 
 OURS = {
-    "whole": Kind("flashmoe, one CUDA graph of the iteration", FUSED),
-    "pieces": Kind("flashmoe, graphs of attention and router", "#8ab6d6"),
+    ("whole", ""): Kind("flashmoe, one CUDA graph of the iteration", FUSED),
+    ("pieces", ""): Kind("flashmoe, graphs of attention and router", "#8ab6d6"),
+    ("whole", "fp8-dgrad"): Kind("flashmoe in blockwise FP8, dgrad too, one graph", "#0b3d63"),
+    ("whole", "fp8"): Kind("flashmoe in blockwise FP8, one graph", "#2f6f9f"),
+    ("pieces", "fp8-dgrad"): Kind("flashmoe in blockwise FP8, graphs of the router", "#5b8db0"),
 }
 THEIRS = {
     False: Kind("alltoall, graphs of attention and router", UNFUSED),
@@ -46,13 +49,14 @@ def bars_of(card: KeptCard) -> Bars:
     for row in comparisons(card):
         if row.has_slots:
             continue
-        bars |= {(row.is_forced, kind): side for kind, side in sides(row)}
+        bars |= {(row.arm.is_forced, kind): side for kind, side in sides(row)}
     return bars
 
 
 def sides(row: Comparison) -> list[tuple[Kind, Side]]:
     """Both sides of a comparison, with their kinds."""
-    return [(OURS[row.graph], row.ours), (THEIRS[row.is_fp8], row.theirs)]
+    ours = OURS[row.arm.graph, row.arm.variant]
+    return [(ours, row.ours), (THEIRS[row.other.in_fp8], row.theirs)]
 
 
 def draw(cards: list[KeptCard]) -> str:

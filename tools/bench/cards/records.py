@@ -1,7 +1,6 @@
 """Keeps what has been run, an arm in a file, and says what is to be run next."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,23 @@ def tries(record: dict[str, Any] | None) -> int:
     return 0 if record is None else int(record.get("tries", 1))
 
 
-def all_todo(out: Path, models: list[Model], gpus: int) -> Iterator[tuple[Model, Arm]]:
-    """Yields the arms to run: card for card, and after all of them the arms that have failed."""
-    again = []
+def all_todo(
+    out: Path, models: list[Model], gpus: int, names: list[str] | None = None
+) -> list[tuple[Model, Arm]]:
+    """Returns the arms to run: card for card, and after all of them the arms that have failed.
+
+    Args:
+        out: The folder of all cards.
+        models: The models of these cards, in their order.
+        gpus: GPUs of a training.
+        names: Arms; no others are run, and one arm of all cards is run ahead of the next arm.
+    """
+    fresh, again = [], []
     for model in models:
         records = read_records(folder_of(out, model, gpus))
         for arm in todo(records, arms_of(model, gpus)):
-            if arm.name in records:
-                again.append((model, arm))
-            else:
-                yield model, arm
-    yield from again
+            (again if arm.name in records else fresh).append((model, arm))
+    if not names:
+        return fresh + again
+    chosen = [[each for each in part if each[1].name in names] for part in (fresh, again)]
+    return [each for part in chosen for each in sorted(part, key=lambda i: names.index(i[1].name))]

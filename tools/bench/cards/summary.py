@@ -26,16 +26,11 @@ def summary(cards: list[KeptCard], *, has_all: bool = False) -> list[str]:
 
     Args:
         cards: The cards that are kept.
-        has_all: Whether it has forced balance and graphs of pieces, too. The README's has what a
-            user gets: natural routing, in one graph.
+        has_all: Whether it has forced balance, graphs of pieces, and FP8 in a part of a run, too.
+            The README's has what a user gets: natural routing, in one graph.
     """
     chosen = shown(cards)
-    rows = [
-        row
-        for card in chosen
-        for row in comparisons(card)
-        if has_all or (row.graph == "whole" and not row.is_forced)
-    ]
+    rows = [row for card in chosen for row in comparisons(card) if has_all or is_for_readme(row)]
     machines = sorted({card.machine for card in chosen})
     lines = [*wrap(said_gain(rows, machines)), ""]
     ran = [row for row in rows if not is_open(row)]
@@ -52,10 +47,16 @@ def summary(cards: list[KeptCard], *, has_all: bool = False) -> list[str]:
     return lines
 
 
+def is_for_readme(row: Comparison) -> bool:
+    """Tells whether a user would choose the run, with natural routing."""
+    is_part = row.is_mixed or row.arm.variant == "fp8"
+    return row.arm.graph == "whole" and not row.arm.is_forced and not is_part
+
+
 def is_open(row: Comparison) -> bool:
-    """Tells whether a row would show nothing of flashmoe, or of FP8, which alltoall alone runs."""
+    """Tells whether a row would show nothing of flashmoe, or nothing of alltoall in FP8."""
     ours, theirs = (side.line is None and side.why == NOT_RUN for side in (row.ours, row.theirs))
-    return ours or (theirs and row.is_fp8)
+    return ours or (theirs and row.other.in_fp8)
 
 
 def page(cards: list[KeptCard], folder: Path) -> list[str]:
@@ -72,15 +73,20 @@ def page(cards: list[KeptCard], folder: Path) -> list[str]:
 def said_gain(rows: list[Comparison], machines: list[str]) -> str:
     """Says in a sentence how many times as long alltoall takes, and its GPU works."""
     where = " and ".join(machines)
-    bf16 = span(row.ratio for row in rows if not row.is_fp8)
+    bf16 = span(row.ratio for row in rows if not row.other.in_fp8)
     if not bf16:
         return f"No pair is complete on {where}."
     told = f"On {where}, an iteration takes {bf16} times as long with `alltoall` as with flashmoe"
-    works = span(row.over("busy_ms") for row in rows if not row.is_fp8)
+    works = span(row.over("busy_ms") for row in rows if not row.other.in_fp8)
     if works:
         told += f", and the GPU works {works} times as long"
-    fp8 = span(row.ratio for row in rows if row.is_fp8)
-    return f"{told}. With `alltoall` in blockwise FP8 it takes {fp8} times." if fp8 else f"{told}."
+    fp8 = span(row.ratio for row in rows if row.other.in_fp8 and not row.is_mixed)
+    if fp8:
+        told += f". With both in blockwise FP8 it takes {fp8} times as long with `alltoall`"
+    mixed = span(row.ratio for row in rows if row.is_mixed)
+    if mixed:
+        told += f". With `alltoall` alone in blockwise FP8 it takes {mixed} times"
+    return f"{told}."
 
 
 def span(ratios: Iterable[float | None]) -> str:
@@ -94,11 +100,9 @@ def span(ratios: Iterable[float | None]) -> str:
 
 def cells(row: Comparison, *, has_all: bool) -> list[str]:
     """Returns the cells of a row, without a word on its routing unless there are all rows."""
-    model = row.card.model.title
-    if row.is_fp8:
-        model += ", FP8"
-    routing = f"{'forced' if row.is_forced else 'natural'}, " if has_all else ""
-    graph = ", pieces" if row.graph == "pieces" else ""
+    model = row.card.model.title + precision(row)
+    routing = f"{'forced' if row.arm.is_forced else 'natural'}, " if has_all else ""
+    graph = ", pieces" if row.arm.graph == "pieces" else ""
     slots = ", 2 slots" if row.has_slots else ""
     return [
         model,
@@ -110,6 +114,15 @@ def cells(row: Comparison, *, has_all: bool) -> list[str]:
         pair(row, "peak_gib", lambda value: f"{value:.1f}"),
         NONE if row.ratio is None else f"{row.ratio:.1f}x",
     ]
+
+
+def precision(row: Comparison) -> str:
+    """Returns what the name of a row's model is followed by, where alltoall's run is in FP8."""
+    if not row.other.in_fp8:
+        return ""
+    if row.is_mixed:
+        return ", bf16/FP8"
+    return ", FP8" if row.arm.variant == "fp8-dgrad" else ", FP8 forward"
 
 
 def pair(row: Comparison, key: str, form: Callable[[float], str], *, says_why: bool = False) -> str:

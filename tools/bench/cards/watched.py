@@ -38,7 +38,7 @@ class Watch:
 
     Args:
         out: The file.
-        iterations: Iterations of the training.
+        iterations: Iterations of the training; 0 records no activities.
     """
 
     def __init__(self, out: Path, iterations: int) -> None:
@@ -67,6 +67,16 @@ class Watch:
             return original(backend, num_row_blocks, *args, **kwargs)
 
         return make_buffers
+
+    def install(self) -> None:
+        """Watches the training that Megatron's script begins in this process."""
+        when_imported("flashmoe_megatron.kernel.backend", self.watch_launches)
+        when_imported(
+            attention.MODULE, lambda m: patch(m, "get_attention_backend", self.chosen_attention)
+        )
+        when_imported(
+            "megatron.training.training", lambda m: patch(m, "train_step", self.train_step)
+        )
 
     def watch_launches(self, backend: ModuleType) -> None:
         """Has the module of the kernel's backend tell of its buffers."""
@@ -180,16 +190,10 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
 def main(arguments: list[str]) -> None:
     """Runs ``arguments[1]``, whose ``--train-iters`` says when it ends; see the module."""
     iterations = int(arguments[arguments.index("--train-iters") + 1])
-    watch = Watch(Path(arguments[0]), iterations)
-
-    when_imported("flashmoe_megatron.kernel.backend", watch.watch_launches)
-    when_imported(
-        attention.MODULE, lambda m: patch(m, "get_attention_backend", watch.chosen_attention)
-    )
+    Watch(Path(arguments[0]), iterations).install()
     when_imported(
         "megatron.training.initialize", lambda m: patch(m, "initialize_megatron", wait_for_turn)
     )
-    when_imported("megatron.training.training", lambda m: patch(m, "train_step", watch.train_step))
     run.main(arguments[1:])
 
 

@@ -1,0 +1,118 @@
+"""The command line; see the package."""
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tools.arguments import parser_of
+from tools.bench import common, fp8_losses
+from tools.bench.bench_training.logs import read_log
+from tools.bench.fp8_losses.judge import judge, table
+from tools.bench.fp8_losses.runs import MODEL, RUNS, Run, write_text
+from tools.gpu_check import end, spawn, wait_bounded
+
+VARIABLES = {
+    "OMP_NUM_THREADS": "2",
+    # Several trainings that compile at the same time would start a worker for each core, each.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = parser_of(fp8_losses.__doc__, "python -m tools.bench.fp8_losses")
+    parser.add_argument("--megatron", type=Path, default=Path(".megatron"))
+    parser.add_argument("--out", type=Path, default=Path("runs/fp8_losses"))
+    parser.add_argument("--iterations", type=int, default=500)
+    parser.add_argument("--megabytes", type=int, default=24, help="of text, at most")
+    parser.add_argument("--limit-s", type=float, default=400, help="for all of it")
+    parser.add_argument("--commit", help="what is measured, where the checkout has no git")
+    parser.add_argument("--list", action="store_true", help="print the commands, run none")
+    parser.add_argument("--judge", type=Path, metavar="RECORD", help="judge a record, run nothing")
+    options = parser.parse_args(arguments)
+    if options.judge:
+        records = {line["run"]: line for line in common.read_record(options.judge)}
+        return say(records)
+    script, text = options.megatron / "pretrain_gpt.py", options.out.resolve() / "text" / "text"
+    if options.list:
+        for run in RUNS:
+            seen = options.out / f"{run.name}.json"
+            print(" ".join(run.command(script, seen, text, options.iterations)))
+        return 0
+    if not script.is_file():
+        print(f"error: {script} is no file, wanted Megatron-LM's script", file=sys.stderr)
+        return 2
+    if not common.has_gpu():
+        return 2
+    write_text(text, options.megabytes)
+    found = train_all(script.resolve(), options.out.resolve(), text, options)
+    record = common.Record(
+        options.out / "fp8_losses.jsonl",
+        model=" ".join(MODEL.split()),
+        megabytes=options.megabytes,
+        **common.machine(options.commit),
+    )
+    for line in found.values():
+        record.write(**line)
+    return say(found)
+
+
+def train_all(script: Path, out: Path, text: Path, options: Any) -> dict[str, dict[str, Any]]:
+    """Trains by all ways at the same time.
+
+    Args:
+        script: ``pretrain_gpt.py``.
+        out: A folder for logs.
+        text: What :func:`.write_text` wrote.
+        options: ``iterations`` and ``limit_s``, after which those that still run are ended.
+
+    Returns:
+        What is known of each run, by its name.
+    """
+    deadline = time.monotonic() + options.limit_s
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "fp8_losses.jsonl").unlink(missing_ok=True)
+    with ExitStack() as stack:
+        processes = {}
+        for run in RUNS:
+            log = stack.enter_context((out / f"{run.name}.log").open("w"))
+            seen = out / f"{run.name}.json"
+            seen.unlink(missing_ok=True)
+            command = run.command(script, seen, text, options.iterations)
+            processes[run] = spawn(command, log, variables=VARIABLES)
+            stack.callback(end, processes[run])
+        status = {
+            run: wait_bounded(process, max(0.0, deadline - time.monotonic()))
+            for run, process in processes.items()
+        }
+    return {run.name: outcome(run, out, status[run], options.iterations) for run in RUNS}
+
+
+def outcome(run: Run, out: Path, status: int | None, wanted: int) -> dict[str, Any]:
+    """What a run's log and its file say."""
+    seen = out / f"{run.name}.json"
+    iterations = [each for _, each in sorted(read_log(out / f"{run.name}.log").items())]
+    return {
+        "run": run.name,
+        "flags": f"--moe-token-dispatcher-type {run.dispatcher} {run.flags}".strip(),
+        "status": status,
+        "wanted": wanted,
+        "losses": [each.loss for each in iterations],
+        "iteration_ms": [each.ms for each in iterations],
+        **(json.loads(seen.read_text()) if seen.is_file() else {}),
+    }
+
+
+def say(records: dict[str, dict[str, Any]]) -> int:
+    """Prints tables and what is wrong; the exit status."""
+    print(*table(records), sep="\n")
+    failures = judge(records)
+    for failure in failures:
+        print(f"failed: {failure}", flush=True)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

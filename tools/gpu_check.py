@@ -41,7 +41,7 @@ RUNS = ROOT / "runs"
 
 SHARED_GPUS = "FLASHMOE_TEST_GPUS"
 """Environment variable with GPUs, as "0,1": processes of xdist take one each, in turn."""
-SINGLE_LIMIT_S = 240
+SINGLE_LIMIT_S = 480
 SINGLE_PROCESSES = 3
 ALONE_LIMIT_S = 90
 MULTI_LIMIT_S = 260

@@ -23,6 +23,8 @@ from tests.unit.test_scheduled import broken
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
+PATIENCE_S = 100.0
+"""How long ranks wait that share a GPU in turns, also with the processes of other tests."""
 
 CALLS = [
     ([5, 0, 3], cases.to_nobody),
@@ -38,7 +40,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def backend_of(
-    group: dist.ProcessGroup, degrees: tuple[int, int], timeout: float = 20.0
+    group: dist.ProcessGroup, degrees: tuple[int, int], timeout: float = PATIENCE_S
 ) -> ScheduledBackend:
     torch.cuda.set_device(DEVICE)
     num_ranks = dist.get_world_size(group)

@@ -162,10 +162,60 @@ def test_all_ways_are_trained_and_judged(
     assert f"| flashmoe-fp8-dgrad | alltoall-fp8 | {shift / 4.05:+.3%} |" in printed
     kept = out / "fp8_losses.jsonl"
     lines = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [line["run"] for line in lines] == [run.name for run in RUNS]
+    assert {line["run"] for line in lines} == {run.name for run in RUNS}
     assert all(line["commit"] == "abc" and line["status"] == 0 for line in lines)
+    assert not list(out.glob("*.turn"))
     assert fp8_losses.main(["--judge", str(kept)]) == status
     assert capsys.readouterr().out == printed
+
+
+WAITS = """
+import os, sys, time
+from pathlib import Path
+folder, name = Path(sys.argv[1]).parent, Path(sys.argv[1]).stem
+while not os.path.exists(os.environ["CARDS_TURN"]):
+    time.sleep(0.01)
+begun, begin = folder / f"{name}.begun", time.monotonic()
+begun.touch()
+while len(list(folder.glob("*.begun"))) < 2 and time.monotonic() < begin + 3:
+    time.sleep(0.01)
+time.sleep(0.3)
+with (folder / "together").open("a") as file:
+    print(len(list(folder.glob("*.begun"))), file=file)
+begun.unlink()
+sys.exit(name.endswith("again"))
+"""
+
+
+def test_two_are_trained_at_the_same_time_and_the_rest_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that fails is trained again by the next call, and no other."""
+    program, out = tmp_path / "program.py", tmp_path / "out"
+    program.write_text(WAITS)
+    (tmp_path / "pretrain_gpt.py").touch()
+    monkeypatch.setattr(
+        fp8_losses.Run, "command", lambda _, __, seen, *___: [sys.executable, program, str(seen)]
+    )
+    monkeypatch.setattr(fp8_losses, "write_text", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fp8_losses.common, "machine", lambda commit: {"commit": commit})
+    arguments = ["--megatron", str(tmp_path), "--out", str(out)]
+    assert fp8_losses.main(arguments) == 1
+    together = (out / "together").read_text().split()
+    assert len(together) == len(RUNS)
+    assert set(together) <= {"1", "2"}
+    assert "2" in together
+    kept = {json.loads(line)["run"] for line in (out / "fp8_losses.jsonl").read_text().splitlines()}
+    again = {run.name for run in RUNS if run.name.endswith("again")}
+    assert kept == {run.name for run in RUNS} - again
+    assert fp8_losses.main(arguments) == 1
+    assert len((out / "together").read_text().split()) == len(RUNS) + len(again)
+    (out / "together").unlink()
+    program.write_text("import time; time.sleep(100)")
+    assert fp8_losses.main([*arguments, "--limit-s", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert all(f"failed: {name} has 0 losses" in printed for name in again)
 
 
 def test_what_cannot_be_run_is_an_error(

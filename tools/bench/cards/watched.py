@@ -142,6 +142,13 @@ def wait_for_turn(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize_megatron
 
 
+def take_turns() -> None:
+    """Has the training of this process wait for its turn after its imports."""
+    when_imported(
+        "megatron.training.initialize", lambda m: patch(m, "initialize_megatron", wait_for_turn)
+    )
+
+
 def flops_of_an_iteration() -> float:
     """Returns all GPUs' FLOPs by Megatron's formula, which also gives its logged throughput."""
     from megatron.training import get_args
@@ -191,9 +198,7 @@ def main(arguments: list[str]) -> None:
     """Runs ``arguments[1]``, whose ``--train-iters`` says when it ends; see the module."""
     iterations = int(arguments[arguments.index("--train-iters") + 1])
     Watch(Path(arguments[0]), iterations).install()
-    when_imported(
-        "megatron.training.initialize", lambda m: patch(m, "initialize_megatron", wait_for_turn)
-    )
+    take_turns()
     run.main(arguments[1:])
 
 

@@ -4,8 +4,9 @@ On one GPU with Transformer Engine and Megatron-Core installed:
 
     python -m tools.bench.fp8_losses --megatron .megatron --out runs/fp8_losses
 
-Megatron's stock script trains the model by each of ``runs.RUNS``, all at the same time, from one
-seed and in one order of the data, which are the sources of Python's library as bytes. ``alltoall``
+Megatron's stock script trains the model by each of ``runs.RUNS``, a few at the same time, from one
+seed and in one order of the data, which are the sources of Python's library as bytes. Called again,
+the program goes on with the runs that have not ended well. ``alltoall``
 is trained twice in each precision; the second run rounds in another order, since it permutes by
 torch's operations. How far apart the two end is what rounding alone does. Every run has to begin
 with the same weights, about the same loss and fused attention.

@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from tools.arguments import parser_of
 from tools.bench import common, fp8_losses
 from tools.bench.bench_training.logs import read_log
+from tools.bench.cards.watched import TURN
 from tools.bench.fp8_losses.judge import judge, table
 from tools.bench.fp8_losses.runs import MODEL, RUNS, Run, write_text
 from tools.gpu_check import end, spawn, wait_bounded
@@ -27,6 +30,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/fp8_losses"))
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--megabytes", type=int, default=24, help="of text, at most")
+    parser.add_argument("--at-once", type=int, default=2, help="runs that share the GPU")
     parser.add_argument("--limit-s", type=float, default=400, help="for all of it")
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--list", action="store_true", help="print the commands, run none")
@@ -46,48 +50,64 @@ def main(arguments: list[str]) -> int:
         return 2
     if not common.has_gpu():
         return 2
+    kept = options.out / "fp8_losses.jsonl"
+    found = {line["run"]: line for line in common.read_record(kept)} if kept.is_file() else {}
     write_text(text, options.megabytes)
-    found = train_all(script.resolve(), options.out.resolve(), text, options)
     record = common.Record(
-        options.out / "fp8_losses.jsonl",
+        kept,
         model=" ".join(MODEL.split()),
         megabytes=options.megabytes,
         **common.machine(options.commit),
     )
-    for line in found.values():
-        record.write(**line)
+    todo = [run for run in RUNS if run.name not in found]
+    for line in train_all(todo, script.resolve(), text, options):
+        if line["status"] == 0:
+            record.write(**line)
+        found[line["run"]] = line
     return say(found)
 
 
-def train_all(script: Path, out: Path, text: Path, options: Any) -> dict[str, dict[str, Any]]:
-    """Trains by all ways at the same time.
+def train_all(todo: list[Run], script: Path, text: Path, options: Any) -> Iterator[dict[str, Any]]:
+    """Trains by several ways, a few at the same time, which share a GPU without long waits.
+
+    All import at the same time, and then wait for their turn.
 
     Args:
+        todo: The ways.
         script: ``pretrain_gpt.py``.
-        out: A folder for logs.
         text: What :func:`.write_text` wrote.
-        options: ``iterations`` and ``limit_s``, after which those that still run are ended.
+        options: ``out``, ``iterations``, ``at_once``, and ``limit_s``, after which those that still
+            run are ended.
 
-    Returns:
-        What is known of each run, by its name.
+    Yields:
+        What is known of each run, as soon as it has ended.
     """
-    deadline = time.monotonic() + options.limit_s
+    deadline, out = time.monotonic() + options.limit_s, options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "fp8_losses.jsonl").unlink(missing_ok=True)
     with ExitStack() as stack:
-        processes = {}
-        for run in RUNS:
+        processes, turns = {}, {}
+        for run in todo:
             log = stack.enter_context((out / f"{run.name}.log").open("w"))
-            seen = out / f"{run.name}.json"
-            seen.unlink(missing_ok=True)
+            seen, turns[run] = (out / f"{run.name}.{kind}" for kind in ("json", "turn"))
+            for left_over in (seen, turns[run]):
+                left_over.unlink(missing_ok=True)
             command = run.command(script, seen, text, options.iterations)
-            processes[run] = spawn(command, log, variables=VARIABLES)
+            variables = {**VARIABLES, TURN: str(turns[run])}
+            processes[run] = spawn(command, log, variables=variables)
             stack.callback(end, processes[run])
-        status = {
-            run: wait_bounded(process, max(0.0, deadline - time.monotonic()))
-            for run, process in processes.items()
-        }
-    return {run.name: outcome(run, out, status[run], options.iterations) for run in RUNS}
+        waiting = deque(todo)
+        while processes:
+            while waiting and len(processes) - len(waiting) < options.at_once:
+                turns[waiting.popleft()].touch()
+            time.sleep(0.2)
+            is_over = time.monotonic() > deadline
+            for run, process in list(processes.items()):
+                status = wait_bounded(process, 0) if is_over else process.poll()
+                if status is not None or is_over:
+                    del processes[run]
+                    waiting = deque(each for each in waiting if each is not run)
+                    turns[run].unlink(missing_ok=True)
+                    yield outcome(run, out, status, options.iterations)
 
 
 def outcome(run: Run, out: Path, status: int | None, wanted: int) -> dict[str, Any]:

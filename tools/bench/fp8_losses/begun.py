@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashmoe_megatron import run
-from tools.bench.cards.watched import Watch
+from tools.bench.cards.watched import Watch, take_turns
 
 MODEL_AT = 2
 """Megatron passes the model to ``train_step`` as its third argument, a list of chunks."""
@@ -61,4 +61,5 @@ def sums_of(parameters: Iterable[torch.Tensor]) -> dict[str, float]:
 
 if __name__ == "__main__":
     FirstWeights(Path(sys.argv[1])).install()
+    take_turns()
     run.main(sys.argv[2:])

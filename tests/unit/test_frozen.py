@@ -177,6 +177,28 @@ def test_gate_and_up_projections_of_their_own(frozen: tuple[str, ...], slots: in
     assert backend.weight_grads.left_out == len(frozen)
 
 
+@pytest.mark.parametrize("frozen", ["fc1", "fc2", "fc1_bias", "fc2_bias"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stack_of_one_expert(name: str, frozen: str) -> None:
+    """A rank with one expert trains what is not frozen, as a rank with several does."""
+    config = cases.make_config(num_ranks=1, num_experts=1, topk=1)
+    inputs = cases.make_inputs(config, cases.uniform, [37], dtype=torch.float32)
+    stacks = {"fc1": torch.stack(inputs.fc1), "fc2": torch.stack(inputs.fc2)}
+    stacks |= {"fc1_bias": torch.ones(1, config.fc1_rows), "fc2_bias": torch.ones(1, config.hidden)}
+    found = []
+    for chosen in ((frozen,), ()):
+        tensors = {
+            kind: nn.Parameter(one.clone(), requires_grad=kind not in chosen)
+            for kind, one in stacks.items()
+        }
+        x = inputs.x[0].clone().requires_grad_()
+        weights = ExpertWeights(**{kind: (one,) for kind, one in tensors.items()})
+        out = moe_apply(make(name, config), x, inputs.probs[0], inputs.routing_map[0], weights)
+        out.backward(inputs.grad_out[0])
+        found.append({"x": x.grad, **{kind: one.grad for kind, one in tensors.items()}})
+    assert_same_but({frozen}, *found)
+
+
 def test_a_merged_weight_gets_its_full_gradient() -> None:
     """A parametrized weight is no leaf, and autograd asks for its gradient as a whole."""
     layer = FlashMoELayer(CONFIG, device="cpu", dtype=torch.float32)

@@ -148,7 +148,7 @@ class _Reducer(OfGroup):
         if any(id(one) not in self._known for _, one in layer.expert_parameters()):
             raise ConfigError(
                 "the layer is a copy of one that was prepared for DistributedDataParallel, or its "
-                f"parameters were replaced since: wanted {PREPARE} behind that"
+                f"parameters were replaced since: wanted {PREPARE} after that"
             )
 
     def _divide(self, grad: torch.Tensor) -> torch.Tensor:

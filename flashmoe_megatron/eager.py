@@ -82,7 +82,7 @@ def _refuse() -> NoReturn:
     if torch.compiler.is_exporting() or _mode(_PROXY) is not None or _tracing_state() is not None:
         raise FlashMoEError(
             "an MoE layer cannot be exported or traced, since its launches depend on other ranks: "
-            "export the parts of the model before it and behind it"
+            "export the parts of the model before it and after it"
         )
     if transform is None:
         raise FlashMoEError(

@@ -408,7 +408,7 @@ def _check_factor(name: str, value: object) -> None:
 def _check_future(what: str, allowed: bool) -> None:
     if allowed is not True:
         raise ConfigError(
-            f"allow_future={allowed!r}: {what} lets a token's output depend on the tokens behind "
+            f"allow_future={allowed!r}: {what} lets a token's output depend on the tokens after "
             "it, which a model that predicts the next token must not see; wanted True where that "
             "is no harm"
         )

@@ -168,7 +168,7 @@ class Steps(Repeats, ABC):
             if parameter._version != versions.get(id(parameter), parameter._version):
                 raise ConfigError(
                     f"the function of run has changed the parameter {name}: wanted what does so, "
-                    "such as optimizer.step(), behind run, which decides whether the step is "
+                    "such as optimizer.step(), after run, which decides whether the step is "
                     "repeated"
                 )
 

@@ -151,7 +151,7 @@ def test_settings_that_a_megakernel_cannot_honour(
     settings: dict[str, Any], flag: str, two_ranks: RankPool
 ) -> None:
     for said in two_ranks.run(refused_settings, settings):
-        assert said.startswith(f"{flag} cannot be honoured behind the megakernel interface")
+        assert said.startswith(f"{flag} cannot be honoured with the megakernel interface")
 
 
 def test_a_replayed_routing_is_executed(two_ranks: RankPool) -> None:

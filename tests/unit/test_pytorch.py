@@ -325,7 +325,7 @@ def in_forward_mode(layer: FlashMoELayer) -> None:
         layer(forward_ad.make_dual(tokens(), tokens()))
 
 
-EXPORT = "cannot be exported or traced, .* export the parts of the model before it and behind it"
+EXPORT = "cannot be exported or traced, .* export the parts of the model before it and after it"
 REFUSED: dict[str, tuple[Callable[[FlashMoELayer], object], str]] = {
     "vmap": (
         lambda layer: torch.vmap(layer)(torch.randn(2, 9, HIDDEN)),

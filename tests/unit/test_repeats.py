@@ -242,5 +242,5 @@ def test_an_update_within_a_step_is_refused_before_it_is_lost() -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
 
-    with pytest.raises(ConfigError, match=r"has changed the parameter weight: .* behind run"):
+    with pytest.raises(ConfigError, match=r"has changed the parameter weight: .* after run"):
         RepeatedSteps(model, optimizer.zero_grad).run(step)

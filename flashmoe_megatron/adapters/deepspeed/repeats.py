@@ -108,7 +108,7 @@ class EngineSteps(Steps):
         def refuse(*_: Any) -> None:
             raise ConfigError(
                 "engine.step() of the last micro-batch was called within the function of run: "
-                "wanted it behind run, which decides whether the batch is repeated"
+                "wanted it after run, which decides whether the batch is repeated"
             )
 
         vars(self._engine)["_take_model_step"] = refuse

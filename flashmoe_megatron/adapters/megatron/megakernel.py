@@ -68,7 +68,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         ):
             if is_asked:
                 raise ConfigError(
-                    f"{flag} cannot be honoured behind the megakernel interface, which "
+                    f"{flag} cannot be honoured with the megakernel interface, which "
                     f"{interface}: use --moe-token-dispatcher-type flashmoe"
                 )
         wanted = config.num_moe_experts // dist.get_world_size(ep_group)

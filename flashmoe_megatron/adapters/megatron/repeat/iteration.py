@@ -320,7 +320,7 @@ def _always_fits(config: Any) -> bool:
     """Tells whether buffers hold all rows that there can be.
 
     A rank that has all experts receives the rows of its own tokens alone, which are the mean, and
-    no bound is less. The wait behind an iteration would only take time.
+    no bound is less. The wait after an iteration would only take time.
     """
     is_alone = number(config, "expert_model_parallel_size", 1) == 1
     return is_alone and expert_tensor_size(config) == 1 and not _is_measured()

@@ -286,6 +286,18 @@ def test_changed_experts_are_refused_by_name(four_ranks: RankPool) -> None:
         assert re.search(way_out, message)
 
 
+@pytest.mark.parametrize("kind", ["sequential", "te_grouped"])
+def test_another_function_after_the_layer_was_built_is_refused(
+    kind: str, two_ranks: RankPool
+) -> None:
+    """Megatron's experts read their function in each call; ours was chosen with the layer."""
+    for held, clamped, function, same in two_ranks.run(changed_functions, kind):
+        assert "activation_func is not what it was when the layer was built" in held
+        assert "clamp_value was None when the layer was built, and is 0.25 in the" in clamped
+        assert re.search(r"activation was .*silu.* when .* and is .*gelu", function, re.I)
+        assert same == "accepted"
+
+
 @pytest.mark.parametrize("max_tokens", [TOKENS_PER_SEQUENCE * SEQUENCES, None])
 def test_experts_that_one_rank_changes_are_refused_on_all(
     max_tokens: int | None, two_ranks: RankPool
@@ -680,6 +692,26 @@ def changed_experts(group: dist.ProcessGroup) -> list[str]:
         "Quantized", (Quantized, TorchGroupedLinear), {"__module__": __name__}
     )
     said.append(refusal_of(make_layer, transformer_config(EP2_DP2, "flashmoe"), spec))
+    return said
+
+
+def changed_functions(group: dist.ProcessGroup, kind: str) -> list[str]:
+    """What a layer says to each change of what its experts compute, after a call."""
+    prepare(Layout(expert=2))
+    x, said = torch.randn(TOKENS_PER_SEQUENCE, SEQUENCES, 64), []
+    spec = None if kind == "sequential" else grouped_experts(kind)
+    for change in (
+        lambda layer: setattr(
+            getattr(layer.experts, "local_experts", [layer.experts])[-1], "activation_func", F.relu
+        ),
+        lambda layer: setattr(layer.config, "activation_func_clamp_value", 0.25),
+        lambda layer: setattr(layer.config, "activation_func", F.gelu),
+        lambda layer: setattr(layer.config, "activation_func_clamp_value", False),
+    ):
+        layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"), spec)
+        layer(x)
+        change(layer)
+        said.append(refusal_of(layer, x))
     return said
 
 

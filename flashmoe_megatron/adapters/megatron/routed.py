@@ -19,7 +19,11 @@ from flashmoe_megatron.adapters.experts import (
 from flashmoe_megatron.adapters.megatron.buckets.hooks import ExpertHooks
 from flashmoe_megatron.adapters.megatron.buckets.state import BUCKETS
 from flashmoe_megatron.adapters.megatron.config.asked import expert_tensor_size, expert_width
-from flashmoe_megatron.adapters.megatron.config.computation import compute_dtype
+from flashmoe_megatron.adapters.megatron.config.computation import (
+    compute_dtype,
+    functions_of,
+    terms_of,
+)
 from flashmoe_megatron.adapters.megatron.config.notices import ignored_settings
 from flashmoe_megatron.adapters.megatron.config.refusals import (
     SCRIPT_REFUSALS,
@@ -104,6 +108,7 @@ class RoutedExperts(LayerExperts):
             hidden=expert_width(config),
             promise=self.promise if self._settings.quantize == "step" else None,
         )
+        self._functions, self._terms = functions_of(experts), terms_of(config)
         self._hooks: ExpertHooks | None = None
         self.calibration: Calibration | None = None
         check_early_routing(config, self._settings)
@@ -181,6 +186,13 @@ class RoutedExperts(LayerExperts):
                 "moe_pad_expert_input_to_capacity was set since the layer was built: pass "
                 "--moe-pad-experts-for-cuda-graph-inference where that is for decoding"
             )
+        if functions_of(self._experts) != self._functions:
+            raise ConfigError(
+                "the experts' activation_func is not what it was when the layer was built: wanted "
+                "it before, in the configuration, or the alltoall dispatcher"
+            )
+        if terms_of(self._config) != self._terms:
+            self._check_terms()
         weights = self._held.read()
         if isinstance(weights, AdaptedWeights):
             if self._tensor_group is not None:
@@ -194,6 +206,24 @@ class RoutedExperts(LayerExperts):
                     "wanted 0, since other ranks read an expert's matrices without its additions"
                 )
         return weights
+
+    def _check_terms(self) -> None:
+        """Refuses a configuration by which Megatron's experts would compute another function."""
+        before = self._shape
+        now = moe_config(
+            self._config,
+            self._experts,
+            num_ranks=before.num_ranks,
+            max_tokens=before.max_tokens,
+        )
+        for name in ("activation", "gated", "clamp_value", "linear_offset", "glu_interleave"):
+            was, value = getattr(before, name), getattr(now, name)
+            if value != was:
+                raise ConfigError(
+                    f"the experts' {name} was {was} when the layer was built, and is {value} in "
+                    "the configuration now: wanted it before, or the alltoall dispatcher"
+                )
+        self._terms = terms_of(self._config)
 
     def settle(self, routing_map: torch.Tensor, *, layer: int) -> None:
         """Settles on the replicas of the next call. Collective over the group.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from flashmoe_megatron.adapters.megatron.config.asked import INTERLEAVE
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation
 from flashmoe_megatron.errors import ConfigError
 
@@ -51,6 +52,23 @@ def takes_glu_terms(config: Any) -> bool:
     )
 
 
+def functions_of(experts: torch.nn.Module) -> list[Any]:
+    """The functions between the projections that a layer's experts hold, one or one of each."""
+    owners: Any = getattr(experts, "local_experts", (experts,))
+    return [getattr(owner, "activation_func", None) for owner in owners]
+
+
+_TERMS = (
+    *("activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
+    INTERLEAVE,
+)
+
+
+def terms_of(config: Any) -> list[Any]:
+    """What a configuration says of the function between the projections; experts read it again."""
+    return [getattr(config, name, None) for name in _TERMS]
+
+
 _TE_ACTIVATIONS = {
     "GELU": Activation.GELU_TANH,
     "GEGLU": Activation.GELU_TANH,
@@ -76,9 +94,8 @@ def activation_of_experts(config: Any, experts: torch.nn.Module) -> Activation:
         raise ConfigError(f"activation_func={config.activation_func}: unknown activation")
     if not getattr(config, "use_te_activation_func", False):
         return activation
-    owners = getattr(experts, "local_experts", (experts,))
     # Experts that hold a function hold the configuration's: the specification names no operation.
-    held = (getattr(owner, "activation_func", None) for owner in owners)
+    held = functions_of(experts)
     used = {type(operation) for operation in held if isinstance(operation, torch.nn.Module)}
     if not used:
         return activation

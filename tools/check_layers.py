@@ -92,7 +92,7 @@ SEPARATE = [
     ["exchange", "records", "steps"],
     ["degree", "kernels", "ways"],
     ["agreement", "orders", "own_experts", "slices"],
-    ["replicas"],
+    ["parts", "replicas"],
     ["backend"],
     ["reference"],
 ]

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.call import Backend, Given, Grads, Targets, Together, TrafficCounters
+from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
 from flashmoe_megatron.checks import check_grad_out
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hooks import UNHEARD, Call, Expert, Point, of_part
 from flashmoe_megatron.hosts.grid import HostGrid
-from flashmoe_megatron.low_rank import ExpertRows, Factors
+from flashmoe_megatron.low_rank import Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.planner import bounded_row_blocks, choose_keep
 from flashmoe_megatron.ranks import Ranks
@@ -28,6 +28,7 @@ from flashmoe_megatron.replicas.placement import Placement
 from flashmoe_megatron.separate.agreement import Agreement, ranks_of
 from flashmoe_megatron.separate.exchange import Counts, Exchange, Slot, make_exchange
 from flashmoe_megatron.separate.own_experts import OwnExperts
+from flashmoe_megatron.separate.parts import BackwardParts, ForwardParts, Pair, Summands, is_any
 from flashmoe_megatron.separate.plan import (
     Padded,
     Part,
@@ -35,7 +36,6 @@ from flashmoe_megatron.separate.plan import (
     Sizes,
     Sorted,
     Table,
-    picked,
 )
 from flashmoe_megatron.separate.precision import precision_of, precision_of_gradients
 from flashmoe_megatron.separate.records import IN_PARTS, Laps, Records
@@ -44,22 +44,14 @@ from flashmoe_megatron.separate.slices import GradientSlices
 from flashmoe_megatron.separate.steps import (
     PLAIN,
     Steps,
-    accumulation_dtype,
     bias_grad,
     of_wanted,
-    stack_of,
     store,
-    turned,
 )
 from flashmoe_megatron.separate.ways import TensorGroup, Way, Ways, arrived, returned
 from flashmoe_megatron.streams import Lane, Mark
 from flashmoe_megatron.telemetry.record import LaunchRecord, read_launch_number
-from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
-
-_Pair = tuple[torch.Tensor, torch.Tensor, Targets]
-"""Rows by expert whose ``left.T @ right`` are gradients of matrices, and where these go."""
-_Summands = tuple[torch.Tensor, Targets]
-"""Rows by expert whose sums are gradients of biases, and where these go."""
+from flashmoe_megatron.weights import VECTOR, ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -214,47 +206,22 @@ class SeparateBackend(Backend):
 
         expert = self.hooks.expert
         own = None if expert is None else OwnExperts(expert, weights)
-        fc1, fc2 = steps.matrices(self._precision.weights(weights))
-        biases1, biases2 = _biases(weights)
+        experts = ForwardParts(config, steps, self._precision, weights, row_probs, own)
         keeps_rows = training and self._keeps_rows(trains_fc1)
-        rows = preact = None
         room = self._ways.room(counts, x)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
-            numbers, weight = self._precision.unpack(mine), picked(row_probs, part.rows)
-            computed, weights_of_rows = part, weight
             if has_pads:
-                padded = Padded.of(part, call.block)
-                shown = padded.fill(numbers, pad_value)
-                numbers = self.hooks.run("after", "padding", shown, call)
-                if numbers is not shown:
-                    mine = self._precision.pack(padded.without_pads(numbers))
-                computed, weights_of_rows = padded.part, padded.fill(weight, 0.0)
-            if own is not None:
-                out_rows = own.compute(numbers, computed.counts, weights_of_rows)
-                pre = None
+                mine, out_rows, pre = self._compute_padded(experts, mine, part, call, pad_value)
             else:
-                pre = steps.product(numbers, fc1, computed.ends, computed.counts)
-                if biases1 is not None:
-                    pre += biases1[_experts(computed)]
-                activated = self._precision.between(
-                    steps.weighted_activation(config, pre, weights_of_rows)
-                )
-                out_rows = steps.product(activated, fc2, computed.ends, computed.counts)
-            if has_pads:
-                pre = None if pre is None else padded.without_pads(pre)
-                out_rows = padded.without_pads(out_rows)
-            if own is None and biases2 is not None:
-                wide = accumulation_dtype(x.dtype)
-                out_rows += weight.to(wide)[:, None] * biases2[_experts(part)].to(wide)
+                numbers = self._precision.unpack(mine)
+                out_rows, pre = experts.compute(numbers, experts.probs_of(part), part)
+            experts.add_second_bias(out_rows, part)
             laps.lap("products")
             back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
-            if training and pre is not None:
-                preact = steps.add_part(preact, pre, part, len(row_probs))
-            if keeps_rows:
-                rows = steps.add_part(rows, mine, part, len(row_probs))
+            experts.keep(part, pre if training else None, mine if keeps_rows else None)
         laps.lap("parts")
         out = self._restored(steps, returned(back, room), cut.place)
         if has_hooks:
@@ -271,12 +238,45 @@ class SeparateBackend(Backend):
         )
         if not training:
             return out, None
+        preact = experts.preact
         if preact is None:  # an own expert's are its own
             preact = x.new_empty(0)
-        kept, shape = tokens if self._fetches_again(trains_fc1) else None, probs.shape
+        kept, shape, rows = self._fetches_again(trains_fc1), probs.shape, experts.rows
         return out, _Saved(
-            routes, all_counts, shape, rows, kept, row_probs, preact, layer, placement, expert
+            routes,
+            all_counts,
+            shape,
+            rows,
+            tokens if kept else None,
+            row_probs,
+            preact,
+            layer,
+            placement,
+            expert,
         )
+
+    def _compute_padded(
+        self,
+        experts: ForwardParts,
+        mine: torch.Tensor,
+        part: Part,
+        call: Call,
+        pad_value: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Computes a part's rows with pads, which hooks after padding see.
+
+        Returns the rows as they travel, which these hooks may have replaced, their outputs and the
+        first projection's, all without pads.
+        """
+        padded = Padded.of(part, call.block)
+        shown = padded.fill(self._precision.unpack(mine), pad_value)
+        numbers = self.hooks.run("after", "padding", shown, call)
+        if numbers is not shown:
+            mine = self._precision.pack(padded.without_pads(numbers))
+        weight = padded.fill(experts.probs_of(part), 0.0)
+        out_rows, pre = experts.compute(numbers, weight, padded.part)
+        out_rows = padded.without_pads(out_rows)
+        return mine, out_rows, None if pre is None else padded.without_pads(pre)
 
     def _keeps_rows(self, trains_fc1: bool) -> bool:
         """Tells whether experts' rows are kept; those in slots may be trained elsewhere."""
@@ -385,21 +385,15 @@ class SeparateBackend(Backend):
         cut, num_routes = routes.cuts[degree], len(routes.token_idx)
         sizes, counts, whole_size, total = self._sizes(routes, saved.all_counts, degree)
         laps.lap("plan")
-        call = Call.of("backward", saved.layer)
+        call, again = Call.of("backward", saved.layer), Call.of("forward", saved.layer)
         token_idx = _of_parts(cut.token_idx[:num_routes], sizes)
         packed = self._of_gradients.pack(grad_out)
         ways = [
             self._dispatch(self._ordered(packed, tokens), count, size, of_part(call, i))
             for i, (tokens, count, size) in enumerate(zip(token_idx, counts, sizes, strict=True))
         ]
-        has_slots = saved.placement is not None  # they compute others' experts
-        is_fc1_wanted = has_slots or _is_any(written.fc1) or _is_any(written.fc1_bias)
-        is_fc1_wanted |= factors.fc1 is not None
-        is_fc2_wanted = has_slots or _is_any(written.fc2) or _is_any(written.fc2_bias)
-        is_fc2_wanted |= factors.fc2 is not None
         of_rows = None  # after the gradients, since only weights' gradients need them
         if saved.x is not None:
-            again = Call.of("forward", saved.layer)
             of_rows = self._dispatch(
                 self._ordered(saved.x, routes.token_idx), total, whole_size, again
             )
@@ -409,88 +403,42 @@ class SeparateBackend(Backend):
         moved = 0
         if saved.placement is not None:
             weights, moved = with_replicas(self._exchange, weights.per_expert(), saved.placement)
-        fc1_t, fc2_t = map(turned, steps.matrices(self._precision.weights(weights)))
-        _, biases2 = _biases(weights)
+        experts = BackwardParts(
+            config,
+            steps,
+            (self._precision, self._of_gradients),
+            weights,
+            (saved.preact, saved.row_probs),
+            _wants(saved, written, factors),
+        )
         rows, own = saved.rows, None
         if saved.expert is not None:
-            own, is_fc1_wanted, is_fc2_wanted = OwnExperts(saved.expert, weights), False, False
+            own = OwnExperts(saved.expert, weights)
             if of_rows is not None:
                 rows = self._rows_of_experts(of_rows, whole, again)
         laps.lap("dispatch")
-        wide = accumulation_dtype(grad_out.dtype)
-        grad_y = grad_pre = weighted = grad_row_probs = None
-        num_rows = len(saved.row_probs)
         room = self._ways.room(counts, grad_out)
         back: list[Way] = []
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._of_gradients.unpack(self._rows_of_experts(way, part, call))
-            row_probs = picked(saved.row_probs, part.rows)
             if own is not None:
                 assert rows is not None
-                own_rows = picked(rows, part.rows)
-                grad_rows, prob_part = own.backward(own_rows, row_probs, mine, part.counts)
+                grad_rows, found = experts.compute_own(own, mine, rows, part)
             else:
-                grad_weighted = steps.grad_product(mine, fc2_t, part.ends, part.counts)
-                preact = picked(saved.preact, part.rows)
-                pre_part, prob_part, weighted_part = steps.weighted_activation_backward(
-                    config, preact, row_probs, grad_weighted
-                )
-                if biases2 is not None:
-                    of_bias = (mine.to(wide) * biases2[_experts(part)].to(wide)).sum(1)
-                    prob_part = prob_part + of_bias
-                multiplied = self._of_gradients.between(pre_part)
-                grad_rows = steps.product(multiplied, fc1_t, part.ends, part.counts)
+                grad_rows, found = experts.compute(mine, part)
             laps.lap("products")
             back.append(self._combine(grad_rows, part, count, call, room and room.slots[i]))
-            grad_row_probs = steps.add_part(grad_row_probs, prob_part, part, num_rows)
-            if is_fc1_wanted:
-                grad_pre = steps.add_part(grad_pre, pre_part, part, num_rows)
-            if is_fc2_wanted:
-                grad_y = steps.add_part(grad_y, mine, part, num_rows)
-                weighted_part = self._precision.between(weighted_part)
-                weighted = steps.add_part(weighted, weighted_part, part, num_rows)
-        assert grad_row_probs is not None
-        room_of_probs = self._ways.room([total], grad_row_probs)
-        of_probs = self._ways.back(
-            grad_row_probs, total, whole, room_of_probs and room_of_probs.slots[0]
-        )
+            experts.keep(part, mine, found)
+        of_probs = self._probs_back(experts.grad_row_probs, total, whole)
         laps.lap("parts")
 
         if own is not None:
             own.store(written)
-        elif of_rows is not None:
-            rows = self._rows_of_experts(of_rows, whole, again)
-        pairs: list[_Pair] = []
-        summands: list[_Summands] = []
-        if rows is not None and (has_slots or _is_any(written.fc1) or factors.fc1 is not None):
-            rows = self._precision.unpack(rows)
-        if factors.wanted:
-            _give_rows(factors, (grad_pre, rows), (grad_y, weighted), whole)
-        if grad_pre is not None and (has_slots or _is_any(written.fc1)):
-            assert rows is not None
-            if weights.split:  # all gates and after them all ups
-                gate, up = grad_pre.chunk(2, dim=1)
-                gates, ups = _halves(written.fc1)
-                pairs += [(gate, rows, gates), (up, rows, ups)]
-            else:
-                pairs.append((grad_pre, rows, written.fc1))
-        if grad_y is not None and weighted is not None and (has_slots or _is_any(written.fc2)):
-            pairs.append((grad_y, weighted, written.fc2))
-        if weights.transposed:
-            pairs = [(right, left, targets) for left, right, targets in pairs]
-        if grad_pre is not None and written.fc1_bias:
-            summands.append((grad_pre, written.fc1_bias))
-        if grad_y is not None and written.fc2_bias:
-            weighted_y = grad_y.to(wide) * saved.row_probs.to(wide)[:, None]
-            summands.append((weighted_y, written.fc2_bias))
-        if saved.placement is None:
-            for left, right, targets in pairs:
-                steps.add_weight_grad(*of_wanted(targets, left, right, whole))
-            for each, targets in summands:
-                store(targets, bias_grad(each, whole.counts), VECTOR)
         else:
-            moved += self._add_with_replicas(steps, saved.placement, pairs, summands, whole)
+            if of_rows is not None:
+                rows = self._rows_of_experts(of_rows, whole, again)
+            moved += self._write_weight_grads(experts, saved, rows, written, factors, whole)
         laps.lap("weights")
         grad_x = self._restored(steps, returned(back, room), cut.place)
         grad_x = self.hooks.run("after", "combine", grad_x, Call.of("backward", saved.layer))
@@ -515,6 +463,36 @@ class SeparateBackend(Backend):
                 one.spoil()
         return grad_x, grad_probs
 
+    def _probs_back(self, grad_row_probs: torch.Tensor | None, total: Counts, whole: Part) -> Way:
+        """Begins to send the gradients of routing weights back to their tokens' ranks."""
+        assert grad_row_probs is not None
+        room = self._ways.room([total], grad_row_probs)
+        return self._ways.back(grad_row_probs, total, whole, room and room.slots[0])
+
+    def _write_weight_grads(
+        self,
+        experts: BackwardParts,
+        saved: _Saved,
+        rows: torch.Tensor | None,
+        written: Grads,
+        factors: Factors,
+        whole: Part,
+    ) -> int:
+        """Adds or writes the gradients of weights and factors; returns bytes of replicas'."""
+        has_slots = saved.placement is not None
+        if rows is not None and (has_slots or is_any(written.fc1) or factors.fc1 is not None):
+            rows = self._precision.unpack(rows)
+        if factors.wanted:
+            experts.give(factors, rows, whole)
+        pairs, summands = experts.products(rows, written, is_all=has_slots)
+        if saved.placement is not None:
+            return self._add_with_replicas(experts.steps, saved.placement, pairs, summands, whole)
+        for left, right, targets in pairs:
+            experts.steps.add_weight_grad(*of_wanted(targets, left, right, whole))
+        for each, targets in summands:
+            store(targets, bias_grad(each, whole.counts), VECTOR)
+        return 0
+
     @property
     def num_sharing(self) -> int:
         """Ranks that share each expert."""
@@ -531,8 +509,8 @@ class SeparateBackend(Backend):
         self,
         steps: Steps,
         placement: Placement,
-        pairs: Sequence[_Pair],
-        summands: Sequence[_Summands],
+        pairs: Sequence[Pair],
+        summands: Sequence[Summands],
         whole: Part,
     ) -> int:
         """Adds or writes gradients of weights, those of replicas included; returns their bytes."""
@@ -729,48 +707,13 @@ def _of_parts(routes: torch.Tensor, sizes: Sequence[Sizes]) -> Sequence[torch.Te
     return torch.split(routes, [sum(size.send_counts) for size in sizes])
 
 
-def _experts(part: Part) -> torch.Tensor:
-    """The local expert of each row."""
-    counts = torch.tensor(part.counts, device=part.ends.device)
-    experts = torch.arange(len(part.counts), device=part.ends.device)
-    return experts.repeat_interleave(counts, output_size=sum(part.counts))
+def _wants(saved: _Saved, written: Grads, factors: Factors) -> tuple[bool, bool]:
+    """Tells for either projection whether gradients of its weights are to be computed.
 
-
-def _give_rows(
-    factors: Factors,
-    fc1: tuple[torch.Tensor | None, torch.Tensor | None],
-    fc2: tuple[torch.Tensor | None, torch.Tensor | None],
-    part: Part,
-) -> None:
-    """Has factors take each projection's gradients of outputs and its inputs."""
-    places = ExpertRows.until(part.ends)
-    for of_factors, (of_outputs, inputs) in zip(factors, (fc1, fc2), strict=True):
-        if of_factors is not None:
-            assert of_outputs is not None
-            assert inputs is not None
-            of_factors.take(of_outputs, inputs, places)
-
-
-def _is_any(targets: Targets) -> bool:
-    """Tells whether any gradient of a kind is wanted."""
-    return any(target is not None for target in targets)
-
-
-def _halves(grads: Targets) -> tuple[Targets, Targets]:
-    """Cuts the gradients of matrices, one for each expert, into those of gates and of ups."""
-    every: list[WeightGrad | None] = []
-    for grad in grads:
-        if grad is None:
-            every.append(None)
-        else:
-            parts = unstacked([grad.buffer], MATRIX)
-            every += (WeightGrad(buffer, grad.accumulate) for buffer in parts)
-    return every[: len(every) // 2], every[len(every) // 2 :]
-
-
-def _biases(weights: ExpertWeights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    first, second = weights.fc1_bias, weights.fc2_bias
-    return (
-        stack_of(first, VECTOR) if first else None,
-        stack_of(second, VECTOR) if second else None,
-    )
+    Slots compute other ranks' experts; an expert of the user's own computes its gradients itself.
+    """
+    if saved.expert is not None:
+        return False, False
+    fc1 = is_any(written.fc1) or is_any(written.fc1_bias) or factors.fc1 is not None
+    fc2 = is_any(written.fc2) or is_any(written.fc2_bias) or factors.fc2 is not None
+    return saved.placement is not None or fc1, saved.placement is not None or fc2

@@ -157,6 +157,10 @@ class KnownExperts(Generic[_Seat]):
         self._seats: dict[Hashable, _Seat] = {}
         self._current: set[Hashable] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also one in a file, is of another module: it has read nothing."""
+        return type(self), (self._ignored, self._way_out)
+
     def apply(
         self,
         reading: Reading[_Seat],

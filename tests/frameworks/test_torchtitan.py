@@ -93,6 +93,8 @@ except ConfigError as error:
 
 
 CHANGES = """
+import copy
+import io
 import torch
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
@@ -152,6 +154,22 @@ for kind, change in (*kinds, (GroupedExperts, own_forward), (GroupedExperts, con
             got, want = (layer(x, scores, ids, counts).float() for layer in (ours, own))
             said = "right" if (got - want).norm() < 2e-2 * want.norm() else "wrong"
         print(change.__name__, said)
+
+config = RoutedExperts.Config(
+    inner_experts=GroupedExperts.Config(dim=64, hidden_dim=64, num_experts=4),
+    token_dispatcher=LocalTokenDispatcher.Config(num_experts=4, top_k=2),
+)
+ours = routed_experts(config, backend="reference").build()
+for parameter in ours.parameters():
+    torch.nn.init.normal_(parameter, std=0.3)
+want = ours(x, scores, ids, counts)
+torch.save(ours, file := io.BytesIO())
+file.seek(0)
+for copied in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    assert torch.equal(copied(x, scores, ids, counts), want)
 """
 
 

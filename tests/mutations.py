@@ -62,6 +62,21 @@ MUTATIONS = (
         on_gpu="tests/gpu/test_adapted.py::test_sums_and_their_factors_gradients[auto-stack-stack]",
     ),
     Mutation(
+        "a layer goes on with the function that its experts had when it was built",
+        "RoutedExperts._checked_weights",
+        "if functions_of(self._experts) != self._functions:",
+        "if False:",
+        "tests/megatron/test_layer.py"
+        "::test_another_function_after_the_layer_was_built_is_refused[sequential]",
+    ),
+    Mutation(
+        "a stack of one expert takes no gradient of an expert",
+        "check_weight_grads",
+        "or (1, *buffer.shape) == tensor.shape",
+        "",
+        "tests/unit/test_frozen.py::test_a_stack_of_one_expert[reference-fc1]",
+    ),
+    Mutation(
         "a layer that keeps no rows has no tokens in its backward",
         "KernelBackend._keeps_tokens",
         "given.trains_fc1 or self.config.num_ranks > 1",

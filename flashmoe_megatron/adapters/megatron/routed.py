@@ -18,12 +18,12 @@ from flashmoe_megatron.adapters.experts import (
 )
 from flashmoe_megatron.adapters.megatron.buckets.hooks import ExpertHooks
 from flashmoe_megatron.adapters.megatron.buckets.state import BUCKETS
-from flashmoe_megatron.adapters.megatron.config.asked import expert_tensor_size, expert_width
-from flashmoe_megatron.adapters.megatron.config.computation import (
-    compute_dtype,
-    functions_of,
+from flashmoe_megatron.adapters.megatron.config.asked import (
+    expert_tensor_size,
+    expert_width,
     terms_of,
 )
+from flashmoe_megatron.adapters.megatron.config.computation import compute_dtype, functions_of
 from flashmoe_megatron.adapters.megatron.config.notices import ignored_settings
 from flashmoe_megatron.adapters.megatron.config.refusals import (
     SCRIPT_REFUSALS,
@@ -208,7 +208,7 @@ class RoutedExperts(LayerExperts):
         return weights
 
     def _check_terms(self) -> None:
-        """Refuses a configuration by which Megatron's experts would compute another function."""
+        """Refuses a configuration that would have Megatron's experts compute another function."""
         before = self._shape
         now = moe_config(
             self._config,

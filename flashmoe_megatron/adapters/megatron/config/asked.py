@@ -66,6 +66,17 @@ def clamp_value(config: Any) -> float | None:
     return None if value is None or value is False else float(value)
 
 
+_TERMS = (
+    *("activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
+    INTERLEAVE,
+)
+
+
+def terms_of(config: Any) -> list[Any]:
+    """A configuration's values for the function between projections; experts read them again."""
+    return [getattr(config, name, None) for name in _TERMS]
+
+
 def expert_width(config: Any) -> int:
     """Width of the tokens that experts get: the model's, or that of the latent projections."""
     return number(config, "moe_latent_size", 0) or number(config, "hidden_size", 0)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashmoe_megatron.adapters.megatron.config.asked import INTERLEAVE
 from flashmoe_megatron.config import BOUNDED_ACTIVATIONS, Activation
 from flashmoe_megatron.errors import ConfigError
 
@@ -56,17 +55,6 @@ def functions_of(experts: torch.nn.Module) -> list[Any]:
     """The functions between the projections that a layer's experts hold, one or one of each."""
     owners: Any = getattr(experts, "local_experts", (experts,))
     return [getattr(owner, "activation_func", None) for owner in owners]
-
-
-_TERMS = (
-    *("activation_func", "gated_linear_unit", "activation_func_clamp_value", "glu_linear_offset"),
-    INTERLEAVE,
-)
-
-
-def terms_of(config: Any) -> list[Any]:
-    """What a configuration says of the function between the projections; experts read it again."""
-    return [getattr(config, name, None) for name in _TERMS]
 
 
 _TE_ACTIVATIONS = {

@@ -5,20 +5,24 @@ Parameters and the optimizer's state change after the step alone, and gradients 
 
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from flashmoe_megatron.scales import save_scales
+
 Table = dict[str, Any]
+_MAY_HOLD = frozenset((torch.Generator, list, tuple))
+"""Types of attributes that are, or may have, generators."""
 
 
 class Saved:
     """The state before a step.
 
     Args:
-        modules: Have buffers, which are changed in place or replaced, and generators.
+        modules: Have buffers, which are changed in place or replaced, generators and scales of FP8.
         tables: Named values, and the names that count; ``None`` for all.
         generators: Save the states of the caller's own generators; each gives what restores one.
     """
@@ -36,27 +40,23 @@ class Saved:
             for module in modules
             for name, buffer in module._buffers.items()
         ]
-        self._states = [
-            (one, one.get_state())
-            for module in modules
-            for one in vars(module).values()
-            if isinstance(one, torch.Generator)
-        ]
         self._tables = [
             (table, _copy(table if names is None else {name: table[name] for name in names}))
             for table, names in tables
         ]
         # A step may have made a table that has been empty, and its entries go again.
         self._whole = [names is None for _, names in tables]
-        self._restorers = [save() for save in (save_generators, *generators)]
+        self._restorers = [
+            save_scales(modules),
+            save_module_generators(modules),
+            *(save() for save in (save_generators, *generators)),
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back; tensors keep their addresses, which CUDA graphs know."""
         for buffers, name, buffer, values in self._buffers:
             buffers[name] = None if buffer is None or values is None else buffer.copy_(values)
-        for generator, state in self._states:
-            generator.set_state(state)
         for (table, before), is_whole in zip(self._tables, self._whole, strict=True):
             _put_back(table, before, is_whole=is_whole)
         for restore in self._restorers:
@@ -80,6 +80,40 @@ def save_generators() -> Callable[[], None]:
             put(state)
 
     return restore
+
+
+def save_module_generators(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Saves the generators that modules have, as attributes or in lists and tuples that are.
+
+    Returns what restores them. An attribute that the step has given another generator, or its
+    first one, becomes what it was.
+    """
+    tables = [(vars(module), dict(vars(module))) for module in modules]
+    states: dict[torch.Generator, torch.Tensor] = {}
+    for _, before in tables:
+        # One look at the types of all attributes takes a microsecond.
+        if not _MAY_HOLD.isdisjoint(map(type, before.values())):
+            states |= {one: one.get_state() for one in _generators(before.values())}
+
+    def restore() -> None:
+        for table, before in tables:
+            for name, now in list(table.items()):
+                if now is before.get(name, table) or not any(_generators((now, before.get(name)))):
+                    continue
+                if name in before:
+                    table[name] = before[name]
+                else:
+                    del table[name]
+        for generator, state in states.items():
+            generator.set_state(state)
+
+    return restore
+
+
+def _generators(values: Iterable[Any]) -> Iterator[torch.Generator]:
+    for value in values:
+        each = value if isinstance(value, list | tuple) else (value,)
+        yield from (one for one in each if isinstance(one, torch.Generator))
 
 
 def save_tracker(tracker: Any) -> Callable[[], None]:

@@ -35,10 +35,10 @@ CSRC = [
 ]
 PYTHON = [
     [
-        *("door", "driver_release", "errors", "gate_rules", "promise", "saved", "_version"),
+        *("door", "driver_release", "errors", "gate_rules", "promise", "scales", "_version"),
         *("streams", "touched"),
     ],
-    ["attempts", "config", "driver", "releases", "torch_groups"],
+    ["attempts", "config", "driver", "releases", "saved", "torch_groups"],
     ["blockwise", "ending", "planner", "replicas", "weights"],
     ["low_rank"],
     ["adapted"],

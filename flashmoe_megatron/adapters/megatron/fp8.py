@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from flashmoe_megatron.adapters.patch import Function, patch
+from flashmoe_megatron.scales import fp8_manager
 
 BFLOAT16_EXPERTS = (
     "routed experts compute in bfloat16 (--flashmoe-experts bf16); attention, dense layers and "
@@ -44,7 +45,7 @@ _builds_fused = ContextVar("builds_fused", default=False)
 
 def fp8_is_on() -> bool:
     """Tells whether Transformer Engine's autocast is on in this call."""
-    manager = _manager()
+    manager = fp8_manager()
     return manager is not None and bool(manager.is_fp8_enabled())
 
 
@@ -70,7 +71,7 @@ def bfloat16_experts() -> Iterator[None]:
 
 def _outside_fp8_parameters(original: Function) -> Function:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        manager = _manager()
+        manager = fp8_manager()
         if not _builds_fused.get() or manager is None or not manager.with_fp8_parameters():
             original(self, *args, **kwargs)
             return
@@ -81,13 +82,3 @@ def _outside_fp8_parameters(original: Function) -> Function:
             original(self, *args, **kwargs)
 
     return init
-
-
-def _manager() -> Any:
-    """Returns Transformer Engine's state of FP8, ``None`` if it has not been imported."""
-    for name in ("quantization", "fp8"):  # "fp8" is the older name
-        module = sys.modules.get(f"transformer_engine.pytorch.{name}")
-        manager = getattr(module, "FP8GlobalStateManager", None)
-        if manager is not None:
-            return manager
-    return None

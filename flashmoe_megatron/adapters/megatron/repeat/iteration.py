@@ -62,8 +62,11 @@ _SCHEDULES = (
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
 )
-_OF_ONE_CALL = ("blockwise", "tensorwise", "mxfp8")
-"""The recipes of ``--fp8-format`` whose scales come from the values of a call alone."""
+_RESTORED = ("delayed", "blockwise", "tensorwise", "mxfp8")
+"""The recipes of ``--fp8-format`` whose scales are put back, or come from a call's values alone.
+
+A quantizer of a user's own, which the recipe ``custom`` names, may keep anything anywhere.
+"""
 
 Call = Callable[..., Any]
 Leave = Callable[[], object]
@@ -227,10 +230,10 @@ class _Model:
     def _problems(self, arguments: Mapping[str, Any]) -> Iterator[str]:
         config = _config_of(self._chunks[0])
         recipe = getattr(config, "fp8_recipe", None)
-        if is_set("fp8")(config) and recipe not in _OF_ONE_CALL:
+        if is_set("fp8")(config) and recipe not in _RESTORED:
             yield (
-                f"--fp8-recipe {getattr(recipe, 'value', recipe)} takes scales from earlier "
-                f"iterations: wanted one of {', '.join(_OF_ONE_CALL)}"
+                f"--fp8-recipe {getattr(recipe, 'value', recipe)} has quantizers that may keep "
+                f"what is not put back: wanted one of {', '.join(_RESTORED)}"
             )
         if is_set("fine_grained_activation_offloading")(config):
             yield "what --fine-grained-activation-offloading keeps cannot be put back"

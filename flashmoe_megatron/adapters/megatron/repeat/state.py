@@ -1,7 +1,7 @@
 """Finds what an iteration of Megatron changes besides gradients.
 
-A forward draws random numbers, counts tokens, and keeps maxima and losses; the end of the backward
-moves the experts' biases. Each of these is named here. Parameters and the optimizer's state change
+A forward draws random numbers, counts tokens, and keeps maxima, losses and scales of FP8; the end
+of the backward moves the experts' biases. Each of these is named here. Parameters and the optimizer's state change
 in the step after the iteration alone.
 """
 
@@ -38,9 +38,8 @@ class Changing:
     """The modules of a model's chunks that an iteration may change, found once."""
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
-        modules = [module for chunk in model for module in chunk.modules()]
-        self._with_buffers = [module for module in modules if module._buffers]
-        self._with_maxima = [module for module in modules if hasattr(module, _QK_MAXIMA)]
+        self._modules = [module for chunk in model for module in chunk.modules()]
+        self._with_maxima = [module for module in self._modules if hasattr(module, _QK_MAXIMA)]
 
     def save(self) -> Saved:
         """Saves the state of now."""
@@ -50,7 +49,7 @@ class Changing:
             *((table, None) for table in _losses()),
             *((vars(replay), None) for replay in _replays()),
         ]
-        return Saved(self._with_buffers, tables, [_save_tracker, lambda: Figures.forget_records])
+        return Saved(self._modules, tables, [_save_tracker, lambda: Figures.forget_records])
 
 
 def _save_tracker() -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """Overflows in a step that may be repeated: no call raises, and exact buffers hold the rows."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,71 @@ def test_a_layer_behind_an_overflow_is_repeated_with_it(
     assert steps.num_repeats == 1
     assert all(map(torch.equal, got, want))
     assert all(one.isfinite().all() for one in got)
+
+
+def train_in_fp8(recipe: Any, overflows: set[int], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Trains six steps of Transformer Engine's layers around one of ours, whose rows do not fit.
+
+    Returns losses, weights and the engine's histories and scales, and whether scales have moved.
+    """
+    import transformer_engine.pytorch as engine
+
+    config = replace(CONFIG, num_ranks=1, hidden=128)
+    torch.manual_seed(3)
+    wide = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    model = torch.nn.Sequential(
+        engine.Linear(config.hidden, config.hidden, **wide),
+        FlashMoELayer(config, device="cuda", row_bound=2.0, router=True),
+        engine.Linear(config.hidden, config.hidden, **wide),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = RepeatedSteps(model, optimizer.zero_grad)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with engine.autocast(enabled=True, recipe=recipe):
+            out = model(x)
+        loss = out.float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    losses = []
+    for number in range(6):
+        drawn = torch.Generator("cuda").manual_seed(number)
+        x = torch.randn(config.max_tokens, config.hidden, device="cuda", generator=drawn)
+        with monkeypatch.context() as patched:
+            patched.setattr(ATTEMPTS, "blocks", 0)
+            if number in overflows:
+                patched.setattr(Attempts, "bound", lambda self, _: None if self.is_exact else 1)
+            losses.append(steps.run(step, x.to(torch.bfloat16)))
+        optimizer.step()
+    assert steps.num_repeats == len(overflows)
+    kept = [
+        tensor
+        for layer in (model[0], model[2])
+        for key in ("scaling_fwd", "scaling_bwd")
+        for tensor in (
+            getattr(layer.fp8_meta[key], name, None) for name in ("scale", "amax_history")
+        )
+        if tensor is not None
+    ]
+    return [*losses, *(one.detach() for one in model.parameters()), *kept]
+
+
+@pytest.mark.parametrize("overflows", [{0}, {2, 5}], ids=str)
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+def test_scales_of_transformer_engine_are_those_of_a_bound_that_holds(
+    name: str, overflows: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first step, the attempt that overflows makes the tensors of delayed scales."""
+    pytest.importorskip("transformer_engine.pytorch")
+    from transformer_engine.common import recipe
+
+    made = getattr(recipe, name)
+    delayed = {"amax_history_len": 4, "amax_compute_algo": "max"} if "Delayed" in name else {}
+    want = train_in_fp8(made(**delayed), set(), monkeypatch)
+    got = train_in_fp8(made(**delayed), overflows, monkeypatch)
+    assert len(got) == len(want)
+    assert all(one.isfinite().all() for one in want)
+    assert all(map(torch.equal, got, want))
+    if delayed:
+        assert all(bool((one != 1).any()) for one in want[-8::2]), "the scales have moved"

@@ -253,11 +253,11 @@ def test_batches_come_again_as_they_were_read() -> None:
     assert batches.KeptBatches(wrapped).num_left == 2  # type: ignore[arg-type]
 
 
-def test_scales_from_earlier_iterations_are_not_put_back() -> None:
-    """The other recipes take theirs from the values of a call, so there is nothing to put back."""
+def test_quantizers_of_a_users_own_are_not_put_back() -> None:
+    """Scales of Transformer Engine's own recipes are put back, or come from a call's values."""
     model = torch.nn.Linear(1, 1)
-    refused = {"delayed": "--fp8-recipe delayed takes scales", "blockwise": None}
-    for recipe, wanted in refused.items():
+    refused = {"custom": "--fp8-recipe custom has quantizers that may keep", "delayed": None}
+    for recipe, wanted in {**refused, "blockwise": None}.items():
         model.config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)  # type: ignore[assignment]
         found = iteration._Model([model]).problem({"data_iterator": None, "forward_only": True})
         assert (found or "").startswith(wanted or "")
@@ -309,7 +309,14 @@ def test_all_that_an_iteration_changes_is_put_back(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: None)
     model = Attention()
-    saved = state.Changing([model]).save()
+    drawing = torch.nn.Module()  # without buffers
+    drawing.own = torch.Generator().manual_seed(7)
+    scales = SimpleNamespace(scale=torch.full((2,), 8.0), amax_history=torch.ones(3, 2))
+    drawing.fp8_meta = {"scaling_fwd": scales}
+    saved = state.Changing([model, drawing]).save()
+    drawn = torch.rand(3, generator=drawing.own)
+    scales.scale.fill_(1.0)
+    scales.amax_history.fill_(torch.nan)
     random = torch.rand(3), torch.rand(3, generator=generator)
     model.tokens += 1
     model.current_max_attn_logits = torch.ones(4)
@@ -332,6 +339,9 @@ def test_all_that_an_iteration_changes_is_put_back(monkeypatch: pytest.MonkeyPat
     assert states["plain"].tolist() == [0, 1, 2]
     assert replay.target.tolist() == [0, 1]
     assert (replay.backward, hasattr(replay, "recorded")) == ([1, 2], False)
+    assert torch.equal(torch.rand(3, generator=drawing.own), drawn)
+    assert scales.scale.tolist() == [8, 8]
+    assert scales.amax_history.tolist() == [[1, 1]] * 3
     again = torch.rand(3), torch.rand(3, generator=generator)
     assert all(map(torch.equal, random, again))
 

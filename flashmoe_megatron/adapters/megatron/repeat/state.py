@@ -1,8 +1,8 @@
 """Finds what an iteration of Megatron changes besides gradients.
 
 A forward draws random numbers, counts tokens, and keeps maxima, losses and scales of FP8; the end
-of the backward moves the experts' biases. Each of these is named here. Parameters and the optimizer's state change
-in the step after the iteration alone.
+of the backward moves the experts' biases. Each of these is named here. Parameters and the
+optimizer's state change in the step after the iteration alone.
 """
 
 import sys

@@ -194,14 +194,15 @@ class RepeatedSteps(Steps):
 
     Layers need a ``row_bound``. After each step the host waits until all ranks of the job have
     agreed. The second time buffers are exact, and then bounds become a tenth more than what was
-    needed. Buffers of the model, generators that its modules have, and those of Python, NumPy and
-    torch are put back, so that the optimizer sees what it would see with a larger bound. What else
-    a step changes, such as a sum of losses that are logged, belongs after it. CUDA graphs that the
+    needed. Buffers of the model, generators that its modules have in attributes or lists, those of
+    Python, NumPy and torch, and the scales of FP8 that Transformer Engine takes from earlier steps
+    are put back, so that the optimizer sees what it would see with a larger bound. What else a step
+    changes, such as a sum of losses that are logged, belongs after it. CUDA graphs that the
     program has captured of its layers keep their bound: a step that replays one ends with the error
     when it is repeated.
 
     Args:
-        model: The module whose buffers and generators are put back.
+        model: The module whose buffers, generators and scales are put back.
         zero_grad: Sets all gradients to zero; it is called before every step, so that gradients of
             several steps are no sum.
 

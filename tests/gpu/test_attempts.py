@@ -145,7 +145,7 @@ def train_in_fp8(recipe: Any, overflows: set[int], monkeypatch: pytest.MonkeyPat
     return [*losses, *(one.detach() for one in model.parameters()), *kept]
 
 
-@pytest.mark.parametrize("overflows", [{0}, {2, 5}], ids=str)
+@pytest.mark.parametrize("overflows", [{0}, {2, 5}], ids=["first", "later"])
 @pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
 def test_scales_of_transformer_engine_are_those_of_a_bound_that_holds(
     name: str, overflows: set[int], monkeypatch: pytest.MonkeyPatch

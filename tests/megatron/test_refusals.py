@@ -305,20 +305,30 @@ def test_graphs_beside_the_experts_are_accepted(name: str, kind: dict[str, Any])
     ],
     ids=str,
 )
-def test_a_graph_of_the_iteration_needs_bounds(setting: dict[str, Any]) -> None:
+def test_a_graph_of_the_iteration_needs_a_bound_of_tokens(setting: dict[str, Any]) -> None:
     """Whatever the release calls it; nothing that the host waits for can be captured."""
     bare = transformer_config(Layout(), "flashmoe")
     config = SimpleNamespace(**{**vars(bare), "cuda_graph_scope": None, **setting})
     refuse(config, CONFIG_REFUSALS)
-    shape.check_graph(config, Settings(row_bound=2.0), 64)
-    shape.check_graph(bare, Settings(), None)  # without a graph there is nothing to bound
-    for settings, max_tokens, words in (
-        (Settings(), 64, "pass --flashmoe-row-bound .*, or leave --cuda-graph-impl out"),
-        (Settings(row_bound=2.0), None, "pass --flashmoe-max-tokens .max_tokens of configure., or"),
-        (Settings(), None, "pass --flashmoe-row-bound .* and --flashmoe-max-tokens"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            shape.check_graph(config, settings, max_tokens)
+    shape.check_graph(config, 64)
+    shape.check_graph(bare, None)  # without a graph there is nothing to bound
+    words = "pass --flashmoe-max-tokens .max_tokens of configure., or leave --cuda-graph-impl out"
+    with pytest.raises(ConfigError, match=words):
+        shape.check_graph(config, None)
+    config.expert_model_parallel_size = 2
+    assert shape.with_config(config, Settings()).row_bound == "auto"
+
+
+def test_a_graph_of_the_iteration_has_a_bound_of_rows() -> None:
+    """It is measured, but where a rank with all experts leaves nothing to measure."""
+    bare = transformer_config(Layout(), "flashmoe")
+    for size, bound in ((1, 1.0), (2, "auto")):
+        graphed = SimpleNamespace(**{**vars(bare), "cuda_graph_impl": "full_iteration"})
+        bare.expert_model_parallel_size = graphed.expert_model_parallel_size = size
+        assert shape.with_config(graphed, Settings()).row_bound == bound
+        assert shape.with_config(graphed, Settings(row_bound="auto")).row_bound == bound
+        assert shape.with_config(graphed, Settings(row_bound=2.0)).row_bound == 2.0
+        assert shape.with_config(bare, Settings()).row_bound is None
 
 
 def test_other_dispatchers_and_dense_models_keep_what_is_refused() -> None:

@@ -143,26 +143,35 @@ def ends(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
     return said, " ".join(line for line in _said if "and is not repeated" in line)
 
 
+GRAPHED = {"cuda_graph_impl": "full_iteration"}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "bound", "is_watched"),
+    ("sizes", "given", "bound"),
     [
-        ({"expert_model_parallel_size": 1}, 1.0, False),
-        ({}, 1.0, False),
-        ({"expert_model_parallel_size": 2}, 1.0, True),
-        ({"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}, 1.0, True),
-        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 1.0, False),
-        ({"expert_model_parallel_size": 1}, "auto", True),
-        ({"expert_model_parallel_size": 2}, None, False),
+        ({"expert_model_parallel_size": 1}, 1.0, None),
+        ({}, 1.0, None),
+        ({"expert_model_parallel_size": 2}, 1.0, 1.0),
+        ({"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}, 1.0, 1.0),
+        ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, 1.0, None),
+        ({"expert_model_parallel_size": 1}, "auto", None),
+        ({"expert_model_parallel_size": 2}, "auto", "auto"),
+        ({"expert_model_parallel_size": 2}, None, None),
+        ({"expert_model_parallel_size": 2, **GRAPHED}, None, "auto"),
+        ({"expert_model_parallel_size": 2, **GRAPHED}, 1.5, 1.5),
+        ({"expert_model_parallel_size": 1, **GRAPHED}, None, None),
+        ({"expert_model_parallel_size": 2, "moe_expert_rank_capacity_factor": 2}, None, 2.0),
     ],
+    ids=str,
 )
 def test_only_iterations_whose_rows_may_not_fit_are_watched(
-    sizes: dict[str, int], bound: RowBound | None, is_watched: bool
+    sizes: dict[str, Any], given: RowBound | None, bound: RowBound | None
 ) -> None:
     """A rank that has all experts receives the rows of its own tokens, which any bound holds."""
     config = SimpleNamespace(num_moe_experts=4, moe_token_dispatcher_type="flashmoe", **sizes)
     chunk = SimpleNamespace(config=config)
-    with mock.patch.object(iteration, "current_value", return_value=bound):
-        assert iteration._has_bound(chunk) == is_watched
+    with mock.patch.object(iteration, "current_value", return_value=given):
+        assert iteration._bound_of(chunk) == bound
 
 
 def test_a_rank_with_all_experts_has_the_bits_of_exact_buffers(two_ranks: RankPool) -> None:
@@ -394,7 +403,7 @@ def graphed_iteration(group: dist.ProcessGroup) -> list[str]:
     module = ModuleType("full_cuda_graph")
     module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
     schedule.patch_full_graph(module)
-    with mock.patch.object(iteration, "_has_bound", return_value=True):
+    with mock.patch.object(iteration, "_bound_of", return_value=1.0):
         read, step = iter((1, 2, 3)), FullCudaGraphWrapper()
         model = repeats.zeroed_chunk()
         for _ in range(2):
@@ -436,8 +445,7 @@ def measured_iterations(group: dist.ProcessGroup) -> list[Any]:
     model, found = repeats.zeroed_chunk(), []
     iteration.ATTEMPTS.blocks = 0
     with (
-        mock.patch.object(iteration, "_has_bound", return_value=True),
-        mock.patch.object(iteration, "_is_measured", return_value=True),
+        mock.patch.object(iteration, "_bound_of", return_value="auto"),
         mock.patch.object(iteration, "MEASURED", 2),
     ):
         step = FullCudaGraphWrapper()
@@ -465,7 +473,7 @@ def without_memory(group: dist.ProcessGroup) -> str:
     model = repeats.zeroed_chunk()
     model.zero_grad_buffer()
     arguments = {"model": [model], "data_iterator": None, "forward_only": False}
-    with mock.patch.object(iteration, "_has_bound", return_value=True):
+    with mock.patch.object(iteration, "_bound_of", return_value=1.0):
         return refusal(group, lambda _: iteration.ITERATIONS.run(run, arguments, lambda: None))
 
 

@@ -74,7 +74,7 @@ def train(overflows: set[int]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("overflows", [{0}, {4, 5}, {0, 2, 5}], ids=str)
+@pytest.mark.parametrize("overflows", [{0}, {4, 5}, {0, 2, 5}], ids=["first", "last", "three"])
 def test_scales_after_a_repeat_are_those_of_a_step_that_fits(overflows: set[int]) -> None:
     """In the first step the tables are made by the attempt that overflows."""
     want, got = train(set()), train(overflows)

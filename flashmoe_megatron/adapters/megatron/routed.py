@@ -266,7 +266,7 @@ class RoutedExperts(LayerExperts):
     def locate(self) -> tuple[MoEConfig, GroupBackends]:
         """Reads the shape and finds the backends; without a bound, the ranks agree on one."""
         max_tokens = resolve_max_tokens(self._config, self._settings)
-        check_graph(self._config, self._settings, max_tokens)
+        check_graph(self._config, max_tokens)
         num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
         shape = moe_config(
             self._config, self._experts, num_ranks=num_ranks, max_tokens=max_tokens or TILE_M

@@ -12,6 +12,7 @@ from flashmoe_megatron.adapters.megatron.config.asked import (
     expert_slice_size,
     expert_width,
     graphs_iteration,
+    has_all_experts,
     number,
     recomputes_layers,
 )
@@ -19,6 +20,7 @@ from flashmoe_megatron.adapters.megatron.config.computation import activation_of
 from flashmoe_megatron.adapters.megatron.settings import Settings, flag_of, megatron_args
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
+from flashmoe_megatron.options import RowBound
 
 ROUTED = "flashmoe_routed_experts"
 """Attribute of a MoE layer that runs on flashmoe: its routed experts."""
@@ -95,38 +97,43 @@ def with_config(config: Any, settings: Settings) -> Settings:
     """
     if settings.keep == "auto" and recomputes_layers(config):
         settings = dataclasses.replace(settings, keep="all")
+    return dataclasses.replace(settings, row_bound=row_bound_of(config, settings.row_bound))
+
+
+def row_bound_of(config: Any, given: RowBound | None) -> RowBound | None:
+    """Returns the row bound of a model by the option and by Megatron's configuration.
+
+    A CUDA graph of the whole iteration needs a bound, which is measured unless a number is given.
+    Where a rank has all experts there is nothing to measure: it receives the rows of its own tokens
+    alone, which are the mean.
+
+    Raises:
+        ConfigError: The two contradict each other.
+    """
     factor = getattr(config, ROW_BOUND, None)
-    if not factor:
-        return settings
-    if settings.row_bound not in (None, factor):
+    if factor and given not in (None, factor):
         raise ConfigError(
-            f"--{ROW_BOUND.replace('_', '-')} {factor} and {flag_of('row_bound')} "
-            f"{settings.row_bound} bound the same rows: pass one of them"
+            f"--{ROW_BOUND.replace('_', '-')} {factor} and {flag_of('row_bound')} {given} bound "
+            "the same rows: pass one of them"
         )
-    return dataclasses.replace(settings, row_bound=float(factor))
+    if factor:
+        return float(factor)
+    if given is None and graphs_iteration(config):
+        given = "auto"
+    return 1.0 if given == "auto" and has_all_experts(config) else given
 
 
-def check_graph(config: Any, settings: Settings, max_tokens: int | None) -> None:
+def check_graph(config: Any, max_tokens: int | None) -> None:
     """Refuses a CUDA graph of the whole iteration where the host has to wait in every call.
 
     Raises:
-        ConfigError: There is no row bound, or no bound of tokens.
+        ConfigError: There is no bound of tokens.
     """
-    if not graphs_iteration(config):
-        return
-    missing = [
-        f"{flag_of(name)} {way_out}"
-        for name, value, way_out in (
-            ("row_bound", settings.row_bound, f"(--{ROW_BOUND.replace('_', '-')} from 0.19)"),
-            ("max_tokens", max_tokens, "(max_tokens of configure)"),
-        )
-        if value is None
-    ]
-    if missing:
+    if graphs_iteration(config) and max_tokens is None:
         raise ConfigError(
             "a CUDA graph of the whole iteration captures nothing that the host waits for, as it "
-            f"does in every call without a bound: pass {' and '.join(missing)}, or leave "
-            "--cuda-graph-impl out"
+            "does in every call without a bound of tokens: pass "
+            f"{flag_of('max_tokens')} (max_tokens of configure), or leave --cuda-graph-impl out"
         )
 
 

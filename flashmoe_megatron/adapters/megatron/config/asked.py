@@ -94,6 +94,12 @@ def expert_tensor_size(config: Any) -> int:
     return max(number(config, "expert_tensor_parallel_size", tensor_size), 1)
 
 
+def has_all_experts(config: Any) -> bool:
+    """Tells whether every rank has all experts, whole."""
+    is_alone = number(config, "expert_model_parallel_size", 1) == 1
+    return is_alone and expert_tensor_size(config) == 1
+
+
 def expert_slice_size(config: Any) -> int:
     """FFN width of the slice of an expert that one rank has."""
     return expert_ffn_size(config) // expert_tensor_size(config)

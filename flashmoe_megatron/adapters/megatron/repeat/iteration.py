@@ -19,11 +19,9 @@ import torch.distributed as dist
 
 from flashmoe_megatron import repeats
 from flashmoe_megatron.adapters.megatron.config.asked import (
-    ROW_BOUND,
-    expert_tensor_size,
+    has_all_experts,
     is_megakernel,
     is_set,
-    number,
 )
 from flashmoe_megatron.adapters.megatron.dispatcher import is_ours
 from flashmoe_megatron.adapters.megatron.repeat.batches import (
@@ -44,11 +42,13 @@ from flashmoe_megatron.adapters.megatron.settings import (
     flag_of,
     megatron_args,
 )
+from flashmoe_megatron.adapters.megatron.shape import row_bound_of
 from flashmoe_megatron.adapters.megatron.unchanged import unchanged_within
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hosts.backend import HostsBackend
+from flashmoe_megatron.options import RowBound
 from flashmoe_megatron.ranks import Ranks
 
 MEASURED = 10
@@ -103,14 +103,16 @@ class Iterations(repeats.Repeats):
         """
         given = arguments.get("model")
         chunks = given if isinstance(given, list) else [given]
-        if self._is_within or not _has_bound(chunks[0]):
+        bound = None if self._is_within else _bound_of(chunks[0])
+        if bound is None:
             return call(**arguments)
         self._is_within = True
         try:
             model = getattr(chunks[0], _MODEL, None) or _Model(chunks)
-            if model.agreed_problem(arguments) is not None:
+            is_measured = bound == "auto"
+            if model.agreed_problem(arguments, is_measured=is_measured) is not None:
                 return call(**arguments)
-            if _is_measured() and not ATTEMPTS.blocks:
+            if is_measured and not ATTEMPTS.blocks:
                 return self._measure(model, call, arguments, leave_graphs)
             return self._run(model, call, arguments, leave_graphs)
         finally:
@@ -197,10 +199,14 @@ class _Model:
         self._agreed: dict[bool, str | None] = {}
         setattr(chunks[0], _MODEL, self)  # which lives as long as the model
 
-    def agreed_problem(self, arguments: Mapping[str, Any]) -> str | None:
+    def agreed_problem(self, arguments: Mapping[str, Any], *, is_measured: bool) -> str | None:
         """Returns why no iteration of this kind can be repeated on some rank, ``None`` if all can.
 
         Collective over the job in the first call for each kind; rank 0 then tells the user.
+
+        Args:
+            arguments: The iteration's.
+            is_measured: Whether the bound is to be measured.
 
         Raises:
             ConfigError: There is one, and the bound is to be measured.
@@ -211,7 +217,7 @@ class _Model:
             found = [problem for problem in problems if problem is not None]
             self._agreed[kind] = found[0] if found else None
         first, what = self._agreed[kind], "a batch of evaluation" if kind else "an iteration"
-        if first is not None and _is_measured():
+        if first is not None and is_measured:
             raise ConfigError(
                 f"{flag_of('row_bound')} auto: {what} cannot be repeated, since {first}; wanted a "
                 "number, or no bound"
@@ -312,25 +318,15 @@ def patch_ddp(module: ModuleType) -> None:
     patch(module.DistributedDataParallel, "zero_grad_buffer", make)
 
 
-def _has_bound(chunk: Any) -> bool:
-    """Tells whether a model's layers are ours and may overflow, on every rank alike."""
-    config = _config_of(chunk)
-    is_bounded = current_value("row_bound") is not None or is_set(ROW_BOUND)(config)
-    return is_bounded and _is_ours(config) and not _always_fits(config)
-
-
-def _always_fits(config: Any) -> bool:
-    """Tells whether buffers hold all rows that there can be.
+def _bound_of(chunk: Any) -> RowBound | None:
+    """Returns the bound of a model whose layers are ours and may overflow, on every rank alike.
 
     A rank that has all experts receives the rows of its own tokens alone, which are the mean, and
     no bound is less. The wait after an iteration would only take time.
     """
-    is_alone = number(config, "expert_model_parallel_size", 1) == 1
-    return is_alone and expert_tensor_size(config) == 1 and not _is_measured()
-
-
-def _is_measured() -> bool:
-    return bool(current_value("row_bound") == "auto")
+    config = _config_of(chunk)
+    is_watched = _is_ours(config) and not has_all_experts(config)
+    return row_bound_of(config, current_value("row_bound")) if is_watched else None
 
 
 def _is_ours(config: Any) -> bool:

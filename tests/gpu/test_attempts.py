@@ -104,7 +104,7 @@ def train_in_fp8(recipe: Any, overflows: set[int], monkeypatch: pytest.MonkeyPat
     """
     import transformer_engine.pytorch as engine
 
-    config = replace(CONFIG, num_ranks=1, hidden=128)
+    config = replace(CONFIG, num_ranks=1, hidden=128, max_tokens=128)
     torch.manual_seed(3)
     wide = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
     model = torch.nn.Sequential(

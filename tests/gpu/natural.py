@@ -49,21 +49,32 @@ def routing_of(workload: Workload, config: MoEConfig, num_tokens: int) -> Routin
 
 
 class Arm:
-    """One routing of a layer, captured on every rank."""
+    """One routing of a layer, captured on every rank.
 
-    def __init__(self, layer: Layer, routing: Routing, blocks: int) -> None:
+    Args:
+        layer: The layer, on all ranks.
+        routing: The choices of each rank's tokens.
+        blocks: Blocks of rows that buffers hold.
+        pools: A pool of memory for each rank, which arms share: one is replayed at a time, and
+            none reads what another has left.
+    """
+
+    def __init__(
+        self, layer: Layer, routing: Routing, blocks: int, pools: list[tuple[int, int]]
+    ) -> None:
         self._layer, self._graphs = layer, []
         torch.cuda.synchronize()
         for rank, backend in enumerate(layer.layer.backends):
             graph, weights = torch.cuda.CUDAGraph(), layer.weights[rank]
             # Without torch.cuda.graph, whose collection of garbage takes longer than all replays.
             with torch.cuda.stream(streams()[rank]):
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(pools[rank], capture_error_mode="thread_local")
                 x = layer.x[rank][: len(routing[rank][0])]
                 pending = backend.begin(x, *routing[rank], blocks)
                 out, saved = backend.finish(pending, weights, training=True)
                 backend.backward(out, saved, weights, *layer.grads[rank])
                 graph.capture_end()
+                del out, saved, pending  # their memory is the next arm's, too
             self._graphs.append(graph)
 
     def time_ms(self, replays: int) -> float:
@@ -121,7 +132,8 @@ def measure(name: str, shape: Shape, options: argparse.Namespace, ranks: int, to
         asked = {"forced": (plain, forced), "natural": (plain, natural), "slots": (spare, natural)}
         needed = {arm: layer.step(routing) for arm, (layer, routing) in asked.items()}
         blocks = max(enough, *needed.values())
-        arms = {arm: Arm(layer, routing, blocks) for arm, (layer, routing) in asked.items()}
+        pools = [torch.cuda.graph_pool_handle() for _ in range(ranks)]
+        arms = {arm: Arm(layer, routing, blocks, pools) for arm, (layer, routing) in asked.items()}
         turns = [{arm: one.time_ms(REPLAYS) for arm, one in arms.items()} for _ in range(TURNS + 1)]
         times = {arm: [turn[arm] for turn in turns[1:]] for arm in arms}  # the first one warms
         medians = {arm: statistics.median(each) for arm, each in times.items()}

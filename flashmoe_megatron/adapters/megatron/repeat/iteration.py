@@ -220,7 +220,7 @@ class _Model:
         if first is not None and is_measured:
             raise ConfigError(
                 f"{flag_of('row_bound')} auto: {what} cannot be repeated, since {first}; wanted a "
-                "number, or no bound"
+                "number, or neither a bound nor a CUDA graph of the iteration"
             )
         if first is not None:
             say_once(

@@ -13,12 +13,12 @@ OTHERS = {"liger": "Liger's Triton kernel", "torch": "torch's grouped GEMMs"}
 TITLES = ("ours over", "experts", "forward", "forward + backward")
 
 
-def peers(sonicmoe: str, others: str) -> list[str]:
+def peers(sonicmoe: str, *others: str) -> list[str]:
     """The least and the most of our time over another library's, in both passes.
 
     Args:
         sonicmoe: The record with SonicMoE, which gets a row for each range of the experts' width.
-        others: The record with Liger's kernel and torch's products, which get a row each.
+        *others: Records with Liger's kernel and torch's products, which get a row each.
     """
     rows = peers_report.load(path_of(sonicmoe))
     lines = []
@@ -26,15 +26,18 @@ def peers(sonicmoe: str, others: str) -> list[str]:
         within = [row for row in rows if least <= row["sizes"]["intermediate"] <= most]
         ranges = _ranges(within, f"{OURS} from a graph", "sonicmoe from a graph")
         lines.append(["" if lines else SONICMOE, _described(within), *ranges])
-    rows = peers_report.load(path_of(others))
-    for layer, title in OTHERS.items():
-        lines.append([title, _described(rows), *_ranges(rows, OURS, layer)])
+    for record in others:
+        rows = peers_report.load(path_of(record))
+        for layer, title in OTHERS.items():
+            lines.append([title, _described(rows), *_ranges(rows, OURS, layer)])
     return markdown.table(TITLES, lines)
 
 
 def _described(rows: list[dict[str, Any]]) -> str:
     widths = [row["sizes"]["intermediate"] for row in rows]
-    return f"F {min(widths)} to {max(widths)}, {len(rows)} shapes"
+    least, most = min(widths), max(widths)
+    width = f"{least} to {most}" if most > least else str(least)
+    return f"F {width}, {len(rows)} shapes"
 
 
 def _ranges(rows: list[dict[str, Any]], ours: str, other: str) -> list[str]:

@@ -367,7 +367,8 @@ class FrameworkOptions(BackendOptions):
         one_of(get_args(Quantize)),
         "How often the weights of experts in fp8 are quantized. pass does so in each forward and "
         "keeps nothing. step does so in the first forward of an optimizer's step, and keeps what "
-        "the other micro-batches read: a byte more for each weight of the experts.",
+        "the other micro-batches read: a byte more for each weight of the experts, and with "
+        "fp8_dgrad on the kernel another for a backward's.",
     )
     max_tokens: int | None = option(
         None,

@@ -28,27 +28,30 @@ class Promise:
 
     def __init__(self) -> None:
         self._is_given = self._is_captured = False
-        self._made_of: tuple[object, ...] | None = None
-        self._made: Any = None
+        self._made: dict[str, Any] = {}
+        self._made_of: dict[str, tuple[object, ...]] = {}
+        """What each maker's copies are current for; those that are not are not in it."""
 
     def give(self) -> None:
         """Begins to promise; what was made before is to be made again."""
-        self._is_given, self._made_of = True, None
+        self._is_given = True
+        self._made_of.clear()
         self._is_captured = _is_capturing()
 
     def end(self) -> None:
         """Takes the word back; the memory of what was made stays for the next time."""
-        self._is_given, self._made_of = False, None
+        self._is_given = False
+        self._made_of.clear()
 
     def renew(self) -> None:
         """Tells that weights have changed, while the word is given and while it is not."""
-        self._made_of = None
+        self._made_of.clear()
 
-    def making(self, maker: object, tensors: Sequence[torch.Tensor]) -> "Making | None":
+    def making(self, maker: str, tensors: Sequence[torch.Tensor]) -> "Making | None":
         """Returns what is to be known of copies of these weights; ``None`` without a promise.
 
         Args:
-            maker: Stands for who makes the copies: another one's are not current.
+            maker: Names who makes the copies: passes of another name have copies of their own.
             tensors: The weights as this pass reads them.
         """
         if not self._is_given or self._is_captured != _is_capturing():
@@ -56,7 +59,7 @@ class Promise:
         if any(map(torch.Tensor.is_inference, tensors)):  # which count no writes
             return None
         seen = (*map(torch.Tensor.data_ptr, tensors), *map(_shown, tensors))
-        return Making(self, (maker, *seen, sum(map(_version_of, tensors))))
+        return Making(self, maker, (*seen, sum(map(_version_of, tensors))))
 
     def __reduce__(self) -> tuple[type["Promise"], tuple[()]]:
         """A copy of a layer has weights of its own, of which nothing has been promised."""
@@ -67,25 +70,27 @@ class Making(NamedTuple):
     """The copies of a layer's weights in one pass, while their owner's word holds."""
 
     promise: Promise
+    maker: str
     of: tuple[object, ...]
 
     @property
     def is_current(self) -> bool:
         """Tells whether an earlier pass has made them of the same weights."""
-        return self.promise._made_of == self.of
+        return self.promise._made_of.get(self.maker) == self.of
 
     @property
     def made(self) -> Any:
         """What was made last, ``None`` before; its memory can be used again."""
-        return self.promise._made
+        return self.promise._made.get(self.maker)
 
     def keep(self, made: Any) -> None:
         """Keeps copies, or memory for them, which are not current before :meth:`note`."""
-        self.promise._made, self.promise._made_of = made, None
+        self.promise._made[self.maker] = made
+        self.promise._made_of.pop(self.maker, None)
 
     def note(self) -> None:
         """Notes that this pass has made the copies."""
-        self.promise._made_of = self.of
+        self.promise._made_of[self.maker] = self.of
 
 
 @contextlib.contextmanager

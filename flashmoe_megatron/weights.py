@@ -49,7 +49,7 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         set_tuples(self, ("fc1", "fc2", "fc1_bias", "fc2_bias"))
 
-    def making(self, maker: object) -> Making | None:
+    def making(self, maker: str) -> Making | None:
         """Returns what :meth:`~flashmoe_megatron.promise.Promise.making` does of the matrices."""
         return None if self.promise is None else self.promise.making(maker, (*self.fc1, *self.fc2))
 

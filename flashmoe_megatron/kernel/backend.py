@@ -65,6 +65,9 @@ _REACH = Reach(
     fixed="the launch moves rows and computes experts in one piece: wanted the backend 'scheduled'",
 )
 
+COPIES, TRANSPOSES = "kernel", "kernel's backward"
+"""Makers of a promise's copies: forwards quantize weights, backwards their transposes."""
+
 CLUSTER_SIZE = 2
 """CTAs that work together, on neighbouring SMs: the grid is a multiple of it."""
 
@@ -577,7 +580,8 @@ class KernelBackend(Backend):
             grad_out = grad_out.contiguous()
             if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
                 grad_out = grad_out.clone()
-            tables = self._use_weights(weights)
+            making = self._making(weights, is_backward=True)
+            tables = self._use_weights(weights, making, is_backward=True)
             check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
             if saved.x is not None:  # which hooks on saved tensors may have moved
                 check_kernel_tensor("x of the forward", saved.x, self.device, self._dtype)
@@ -620,12 +624,15 @@ class KernelBackend(Backend):
                 grad_probs,
                 table,
                 blocks,
+                making is not None and making.is_current,
                 ops.dtype_code(dtype),
                 accumulate,
                 number,
                 saved.layer,
                 *addresses,
             )
+        if making is not None:
+            making.note()
         if factors.wanted:
             left = BackwardRows(problem, grad_out, rows, saved.plan, scratch, blocks)
             left.give(self.config, factors)
@@ -777,14 +784,22 @@ class KernelBackend(Backend):
             self.memory.allocate(self._sizes)
         return problem
 
-    def _making(self, weights: ExpertWeights) -> Making | None:
-        """Returns what is known of a forward's copies while their owner promises something."""
-        return weights.making("kernel") if self.config.in_fp8 else None
+    def _making(self, weights: ExpertWeights, *, is_backward: bool = False) -> Making | None:
+        """Returns what is known of a pass's copies while their owner promises something.
 
-    def _use_weights(self, weights: ExpertWeights, making: Making | None = None) -> WeightTables:
+        A backward in bfloat16 has none of its own: what it reads has twice the bytes, and is made
+        ahead of each.
+        """
+        if is_backward:
+            return weights.making(TRANSPOSES) if self.config.has_fp8_dgrad else None
+        return weights.making(COPIES) if self.config.in_fp8 else None
+
+    def _use_weights(
+        self, weights: ExpertWeights, making: Making | None = None, *, is_backward: bool = False
+    ) -> WeightTables:
         """Makes the problem one of these weights' dtype and layout; returns their tables.
 
-        A forward that ``making`` is of has copies of its own.
+        A pass that ``making`` is of has copies of its own, and may be a backward.
         """
         dtype = (weights.fc1 or weights.fc2)[0].dtype
         # As the library would, but in the caller's terms.
@@ -797,7 +812,7 @@ class KernelBackend(Backend):
             self._prepare()  # spare slots are in the heap
         copies = None
         if making is not None:
-            copies = self._tables.own_copies(making, self._sizes.weight_copy_bytes[False])
+            copies = self._tables.own_copies(making, self._sizes.weight_copy_bytes[is_backward])
         return self._tables.of_weights(weights, problem, self._sizes, copies)
 
     def _use_layout(self, transposed: bool, split: bool, dtype: torch.dtype) -> None:

@@ -39,8 +39,9 @@ class MemoryPlan:
         weight_maps: Descriptors of one layer's weights and of where their gradients go.
         weight_copies: Copies of one layer's weights that a pass of experts in FP8 multiplies, one
             for all layers of a shape: as many bytes as the weights have.
-        own_copies: Copies that forwards keep of each layer's weights while the owner promises that
-            these stay as they are; none without a promise.
+        own_copies: Copies that each layer keeps of its weights while the owner promises that these
+            stay as they are; none without a promise. With gradients of tokens in FP8 backwards keep
+            transposes, too.
         kept: What one forward keeps for its backward: the plan, the received rows and the
             pre-activations; without the rows if it keeps "preactivations", nothing if "inputs".
         forward: The further bytes of a forward that a backward follows, while it runs: activations
@@ -182,7 +183,7 @@ def plan_memory(
         workspace=int(sizes.workspace_bytes),
         weight_maps=int(sizes.weight_map_bytes) + int(sizes.grad_table_bytes),
         weight_copies=max(sizes.weight_copy_bytes),
-        own_copies=int(sizes.weight_copy_bytes[False]),
+        own_copies=sum(map(int, sizes.weight_copy_bytes[: 1 + config.has_fp8_dgrad])),
         kept=kept,
         forward=forward,
         backward=backward,

@@ -40,7 +40,8 @@ for _schema in (
     "backward(Tensor grad_out, Tensor plan, Tensor weight_maps, Tensor(d!)? weight_copies,"
     " Tensor? biases, Tensor? rows, Tensor? x, Tensor preact, Tensor(a!) scratch,"
     " Tensor(b!) grad_x, Tensor(c!) grad_probs, Tensor grad_table, int num_row_blocks,"
-    " int grads_dtype, bool accumulate, int number, int layer, int problem, int group) -> ()",
+    " bool copies_are_current, int grads_dtype, bool accumulate, int number, int layer,"
+    " int problem, int group) -> ()",
 ):
     _LIBRARY.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -212,6 +213,7 @@ def _backward(
     grad_probs: torch.Tensor,
     grad_table: torch.Tensor,
     num_row_blocks: int,
+    copies_are_current: bool,
     grads_dtype: int,
     accumulate: bool,
     number: int,
@@ -222,7 +224,15 @@ def _backward(
     weights = weight_maps, weight_copies, biases
     tensors = plan, *weights, rows, preact, scratch, grad_x, grad_probs, x
     dtype, columns = _DTYPES[grad_probs.dtype], grad_probs.shape[1]
-    launch = _launch(num_row_blocks, grad_out.shape[0], dtype, layer, columns, *tensors)
+    launch = _launch(
+        num_row_blocks,
+        grad_out.shape[0],
+        dtype,
+        layer,
+        columns,
+        *tensors,
+        copies_are_current=copies_are_current,
+    )
     addresses = grad_out.data_ptr(), grad_table.data_ptr()
     _call("backward", problem, group, launch, *addresses, grads_dtype, accumulate, number)
 

@@ -125,7 +125,7 @@ class AddressTables:
         return copies
 
     def own_copies(self, making: Making, num_bytes: int) -> torch.Tensor:
-        """Returns memory for the copies that a forward keeps of one layer's weights."""
+        """Returns memory for the copies that passes of one direction keep of a layer's weights."""
         copies = making.made
         if (
             not isinstance(copies, torch.Tensor)

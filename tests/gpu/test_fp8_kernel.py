@@ -11,17 +11,18 @@ import torch
 
 from flashmoe_megatron import FlashMoELayer
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.blockwise import ROW, SQUARE, quantize, rounded
-from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
+from flashmoe_megatron.blockwise import ROW, SQUARE, pack, quantize, rounded
+from flashmoe_megatron.config import TILE_M, Activation, MoEConfig, fp8_row_bytes
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import ops
+from flashmoe_megatron.kernel.backend import COPIES, TRANSPOSES
 from flashmoe_megatron.low_rank import FactorGrads, Factors
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.backend import ScheduledBackend
-from flashmoe_megatron.weights import ExpertWeights, SplitWeights
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights, WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import Results
 from tests.gpu.test_batch_invariance import of_tokens
@@ -52,7 +53,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "gated": True,
         "activation": Activation.SILU,
         "hidden": 640,
-        "intermediate": 896,
+        "intermediate": 1152,
         "num_experts": 4,
     },
 }
@@ -280,6 +281,45 @@ def test_a_backward_in_fp8_has_transposes_of_weights_bit_by_bit(form: dict[str, 
         at += 4 * rows * pitch
 
 
+@pytest.mark.parametrize("form", ["swiglu", "plain"])
+def test_a_backward_in_fp8_quantizes_gradients_bit_by_bit(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of outputs are as given, those of pre-activations as gradients of weights read them.
+
+    Each expert has all tokens, whose rows fill whole blocks, so that no row is a pad.
+    """
+    shape = {"num_experts": 2, "experts": "fp8_dgrad"}
+    config = cases.make_config(num_ranks=1, **{**SIZES, **FORMS[form], **shape})
+    inputs = steps.to_device(uneven_inputs(config, [TILE_M * 4]), device())
+    assert inputs.routing_map[0].all()
+    scratches: list[torch.Tensor] = []
+    backward = ops.backward
+
+    def keep(*arguments: Any) -> None:
+        scratches.append(arguments[8])
+        backward(*arguments)
+
+    monkeypatch.setattr(ops, "backward", keep)
+    layer = VirtualLayer(config, is_guarded=False)
+    steps.step(layer, inputs, steps.weights_of(config, inputs))
+    torch.cuda.synchronize()
+    (scratch,) = scratches
+    rows, hidden, fc1_rows = 2 * TILE_M * 4, config.hidden, config.fc1_rows
+    begin = rows * 2 * (config.intermediate + hidden)  # after activations and results
+    parts = []
+    for width in (fp8_row_bytes(hidden), fp8_row_bytes(fc1_rows), 2 * fc1_rows):
+        parts.append(scratch[begin : begin + rows * width].view(rows, width))
+        begin += rows * width
+    of_outputs, of_preacts, in_16_bits = parts
+    want = pack(quantize(inputs.grad_out[0], ROW))
+    assert torch.equal(of_outputs.unique(dim=0), want.unique(dim=0))
+    end = fc1_rows + fc1_rows // 32  # pads follow, which are not written
+    exact = in_16_bits.view(torch.bfloat16)
+    assert exact.isfinite().all()
+    assert torch.equal(of_preacts[:, :end], pack(quantize(exact, ROW))[:, :end])
+
+
 def test_a_backward_in_fp8_joins_gate_and_up_matrices() -> None:
     """Both are one transpose, whose products are those of one matrix."""
     config, inputs = make(1, experts="fp8_dgrad", intermediate=640)
@@ -367,15 +407,17 @@ def test_a_graph_quantizes_again_at_each_replay() -> None:
 MICRO_BATCHES = 4
 
 
-def watched_copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether forwards find copies of their weights, from now on."""
-    told, forward = [], ops.forward
+def watched_copies(monkeypatch: pytest.MonkeyPatch, *, of_backwards: bool = False) -> list[bool]:
+    """Whether forwards, or backwards, find copies of their weights, from now on."""
+    name, place = ("backward", 13) if of_backwards else ("forward", 9)
+    told: list[bool] = []
+    launch = getattr(ops, name)
 
     def tell(*arguments: Any) -> None:
-        told.append(arguments[9])
-        forward(*arguments)
+        told.append(arguments[place])
+        launch(*arguments)
 
-    monkeypatch.setattr(ops, "forward", tell)
+    monkeypatch.setattr(ops, name, tell)
     return told
 
 
@@ -387,10 +429,11 @@ def change(weights: list[ExpertWeights]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("experts", EXPERTS)
 def test_weights_quantized_once_a_step_change_no_bit(
-    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+    experts: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, inputs = make(num_ranks)
+    config, inputs = make(num_ranks, experts=experts)
     plain = steps.weights_of(config, inputs)
     promised = [replace(share, promise=Promise()) for share in plain]
     layer, other = VirtualLayer(config), VirtualLayer(config)
@@ -398,93 +441,142 @@ def test_weights_quantized_once_a_step_change_no_bit(
         for share in promised:
             share.promise.give()
         told = watched_copies(monkeypatch)
+        told_backward = watched_copies(monkeypatch, of_backwards=True)
         for number in range(MICRO_BATCHES):
             batch = replace(inputs, x=[x.roll(number, 0) for x in inputs.x])
             got = steps.step(layer, batch, promised)
-            seen = told[:]
+            finds = [number > 0] * num_ranks
+            assert told[-num_ranks:] == finds
+            assert told_backward[-num_ranks:] == (
+                finds if config.has_fp8_dgrad else [False] * num_ranks
+            )
             steps.assert_same_bits(got, steps.step(other, batch, plain))
-            assert seen[-num_ranks:] == [number > 0] * num_ranks
-            assert told[-num_ranks:] == [False] * num_ranks
+            assert told[-num_ranks:] == told_backward[-num_ranks:] == [False] * num_ranks
         torch.cuda.synchronize()
         for share in promised:
-            copies = share.making("kernel").made
             first = share.fc1[0]
-            values = copies[: first.numel()].view(first.shape)
-            assert torch.equal(values, quantize(first, SQUARE).values.view(torch.uint8))
+            want = quantize(first, SQUARE).values.view(torch.uint8)
+            values = share.making(COPIES).made[: first.numel()]
+            assert torch.equal(values.view(first.shape), want)
+            turned = share.making(TRANSPOSES).made
+            assert (turned is None) == (experts == "fp8")
+            if turned is not None:
+                assert torch.equal(turned[: first.numel()].view(want.t().shape), want.t())
             share.promise.end()
         monkeypatch.undo()
         change(plain)
     layer.check_guards()
 
 
-def test_a_broken_promise_is_not_noticed() -> None:
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_a_broken_promise_is_not_noticed(experts: str) -> None:
     """So copies are used; and what the layer can see for itself has them made again."""
-    config, inputs = make(1)
+    config, inputs = make(1, experts=experts)
     weights = [replace(share, promise=Promise()) for share in steps.weights_of(config, inputs)]
     layer = VirtualLayer(config)
 
-    def out() -> torch.Tensor:
-        return layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights)[0][0].clone()
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        got = steps.step(layer, inputs, weights)
+        return got.out.clone(), got.grad_x.clone()
 
     weights[0].promise.give()
-    before = out()
+    before = step()
     change(weights)
-    assert torch.equal(out(), before)
+    for number, value in enumerate(step()):  # gradients of tokens by weights in bfloat16 change
+        assert torch.equal(value, before[number]) == (number == 0 or config.has_fp8_dgrad)
     weights[0].fc1[0].mul_(1)
-    after = out()
-    assert not torch.equal(after, before)
+    after = step()
+    for old, new in zip(before, after, strict=True):
+        assert not torch.equal(old, new)
     weights[0].promise.end()
-    assert torch.equal(out(), after)
+    for new, own in zip(after, step(), strict=True):
+        assert torch.equal(own, new)
 
 
+def test_layers_that_take_turns_keep_transposes_of_their_own() -> None:
+    """Two layers on one backend, whose backwards come in the other order."""
+    config, inputs = make(1, experts="fp8_dgrad")
+    layer, other = VirtualLayer(config), VirtualLayer(config)
+    plain = [steps.weights_of(config, inputs) for _ in range(2)]
+    plain[1] = [
+        replace(share, fc1=tuple(-w for w in share.fc1), fc2=tuple(w.flip(0) for w in share.fc2))
+        for share in plain[1]
+    ]
+    promised = [[replace(share, promise=Promise()) for share in one] for one in plain]
+    for one in promised:
+        one[0].promise.give()
+    for number in range(2):
+        batch = replace(inputs, x=[x.roll(number, 0) for x in inputs.x])
+        given = batch.x, batch.probs, batch.routing_map
+        forwards = [layer.forward(*given, one) for one in promised]
+        got = [steps.backward(layer, batch, promised[i], forwards[i]) for i in (1, 0)]
+        want = [steps.step(other, batch, plain[i]) for i in (1, 0)]
+        for one, two in zip(got, want, strict=True):
+            steps.assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
 def test_a_graph_of_a_step_quantizes_in_its_first_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
+    experts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, inputs = make(1)
+    config, inputs = make(1, experts=experts)
     backend = select_backend(config, None, device(), kind="kernel", row_bound=2.0)
     weights = replace(steps.weights_of(config, inputs)[0], promise=Promise())
     batches = [inputs.x[0].roll(number, 0) for number in range(MICRO_BATCHES)]
+    sums = [
+        [WeightGrad(torch.zeros_like(weight, dtype=torch.float32), True) for weight in kind]
+        for kind in (weights.fc1, weights.fc2)
+    ]
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """An output and the gradient of tokens."""
         given = x, inputs.probs[0], inputs.routing_map[0], weights
-        return backend.forward(*given, training=True)[0]
+        out, saved = backend.forward(*given, training=True)
+        return out, backend.backward(inputs.grad_out[0], saved, weights, *sums)[0]
 
-    def step() -> list[torch.Tensor]:
+    def step() -> list[tuple[torch.Tensor, torch.Tensor]]:
         weights.promise.give()
-        outs = [forward(x) for x in batches]
+        found = [both(x) for x in batches]
         weights.promise.end()
-        return outs
+        return found
 
     told = watched_copies(monkeypatch)
+    told_backward = watched_copies(monkeypatch, of_backwards=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
         graph, piece = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
-            outs = step()
+            of_step = step()
         weights.promise.give()
-        before = forward(batches[0]).clone()
+        before = [one.clone() for one in both(batches[0])]
         with torch.cuda.graph(piece, stream=stream):
-            out = forward(batches[0])
-        again = forward(batches[0])
-        assert told == [number > 0 for number in range(MICRO_BATCHES)] * 2 + [False, False, True]
-        assert torch.equal(again, before)
+            of_piece = both(batches[0])
+        again = both(batches[0])
+        finds = [number > 0 for number in range(MICRO_BATCHES)] * 2 + [False, False, True]
+        assert told == finds
+        assert told_backward == [find and config.has_fp8_dgrad for find in finds]
+        for got, one in zip(again, before, strict=True):
+            assert torch.equal(got, one)
         weights.promise.end()
         for _ in range(2):
             change([weights])
-            want = [forward(x) for x in batches]
+            want = [both(x) for x in batches]
             graph.replay()
             piece.replay()
             torch.cuda.synchronize()
-            for got, one in zip((*outs, out), (*want, want[0]), strict=True):
-                assert torch.equal(got, one)
-            assert not torch.equal(out, before)
+            for pair, wanted in zip((*of_step, of_piece), (*want, want[0]), strict=True):
+                for got, one in zip(pair, wanted, strict=True):
+                    assert torch.equal(got, one)
+            for got, one in zip(of_piece, before, strict=True):
+                assert not torch.equal(got, one)
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
-def test_a_training_with_copies_of_each_step_has_the_same_bits(keep: str) -> None:
-    config = replace(test_fp8.CONFIG, num_experts=4)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_a_training_with_copies_of_each_step_has_the_same_bits(experts: str, keep: str) -> None:
+    config = replace(test_fp8.CONFIG, num_experts=4, experts=experts)
     layers = [
         FlashMoELayer(
             config, device="cuda", dtype=torch.bfloat16, router=True, backend="kernel", keep=keep

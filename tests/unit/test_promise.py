@@ -15,6 +15,7 @@ from flashmoe_megatron.call import Backend
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import ops
+from flashmoe_megatron.kernel.backend import COPIES, TRANSPOSES
 from flashmoe_megatron.options import FrameworkOptions
 from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.separate import precision
@@ -30,7 +31,7 @@ def weights() -> list[torch.Tensor]:
     return [torch.ones(2, 128), torch.ones(128)]
 
 
-def made(promise: Promise, tensors: Sequence[torch.Tensor], maker: object = "test") -> str:
+def made(promise: Promise, tensors: Sequence[torch.Tensor], maker: str = "test") -> str:
     """What a pass of a backend does."""
     making = promise.making(maker, tensors)
     if making is None:
@@ -55,6 +56,26 @@ def test_the_first_pass_makes_what_others_find() -> None:
     assert made(promise, tensors) == "each pass"
     promise.renew()
     assert made(promise, tensors) == "each pass"
+
+
+def test_makers_have_copies_of_their_own() -> None:
+    """As forwards and backwards have, which take turns."""
+    promise, tensors, makers = Promise(), weights(), ("one", "other")
+    promise.give()
+    for wanted in ("made", "kept", "kept"):
+        assert [made(promise, tensors, maker) for maker in makers] == [wanted] * 2
+    for maker in makers:
+        making = promise.making(maker, tensors)
+        assert making is not None
+        making.keep(maker)  # memory, to be filled
+        assert [made(promise, tensors, one) for one in makers].count("made") == 1
+    makings = [promise.making(maker, tensors) for maker in makers]
+    assert [making and making.made for making in makings] == ["copies"] * 2
+    for change in (promise.renew, promise.give, lambda: in_place(tensors)):
+        change()
+        assert [made(promise, tensors, maker) for maker in makers] == ["made"] * 2
+    promise.end()
+    assert [made(promise, tensors, maker) for maker in makers] == ["each pass"] * 2
 
 
 def test_memory_for_copies_is_no_copy() -> None:
@@ -156,19 +177,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("keep", ["all", "inputs"])
+@pytest.mark.parametrize("experts", test_fp8.EXPERTS)
 def test_a_training_has_the_same_bits(
-    keep: str, name: str, monkeypatch: pytest.MonkeyPatch
+    experts: str, keep: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each step the first forward quantizes fc1 and fc2; a backward may run another forward."""
+    config = replace(CONFIG, experts=experts)
     layers = [
         FlashMoELayer(
-            CONFIG, device="cpu", dtype=torch.bfloat16, router=True, backend=name, keep=keep
+            config, device="cpu", dtype=torch.bfloat16, router=True, backend=name, keep=keep
         )
         for _ in range(2)
     ]
     layers[1].load_state_dict(layers[0].state_dict())
     counts = counted(monkeypatch)
-    test_fp8.train_both(layers, torch.randn(16, CONFIG.hidden).bfloat16(), counts)
+    test_fp8.train_both(layers, torch.randn(16, config.hidden).bfloat16(), counts)
     passes = 3 if keep == "inputs" else 2
     assert counts == [2, 2 * passes * MICRO_BATCHES] * STEPS + [0]
 
@@ -306,11 +329,18 @@ class Prompt(simulated_gpus.Gpus):
 
 
 class Launches:
-    """What forwards of a simulated kernel say of their copies."""
+    """What passes of a simulated kernel say of their copies.
+
+    Attributes:
+        told: Whether a forward has found copies.
+        told_backward: Whether a backward has.
+        sizes: The bytes of the copies that each pass has been given.
+    """
 
     def __init__(self, config: MoEConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         simulated_gpus.install(Prompt(1, seed=1, slow=0), monkeypatch)
         self.told: list[bool] = []
+        self.told_backward: list[bool] = []
         self.sizes: list[int] = []
         forward, backward = ops.forward, ops.backward
 
@@ -320,6 +350,7 @@ class Launches:
             forward(*arguments)
 
         def tell_backward(*arguments: Any) -> None:
+            self.told_backward.append(arguments[13])
             self.sizes.append(arguments[3].nbytes)
             backward(*arguments)
 
@@ -329,8 +360,10 @@ class Launches:
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
-def test_launches_of_the_kernel(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cases.make_config(**IN_FP8)
+@pytest.mark.parametrize("experts", test_fp8.EXPERTS)
+def test_launches_of_the_kernel(experts: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each direction fills memory of its own once a step, if it multiplies in FP8."""
+    config = cases.make_config(**{**IN_FP8, "experts": experts})
     launches = Launches(config, monkeypatch, keep=keep)
     inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
     promise = Promise()
@@ -342,32 +375,82 @@ def test_launches_of_the_kernel(keep: str, monkeypatch: pytest.MonkeyPatch) -> N
         promise.end()
     forwards = MICRO_BATCHES * (2 if keep == "inputs" else 1)
     assert launches.told == [number > 0 for number in range(forwards)] * STEPS
+    in_fp8 = config.has_fp8_dgrad
+    finds = [in_fp8 and number > 0 for number in range(MICRO_BATCHES)]
+    assert launches.told_backward == finds * STEPS
     again = [1024] if keep == "inputs" else []
     assert launches.sizes == [1024, *again, 2048] * MICRO_BATCHES * STEPS
+    (forward, backward) = (promise._made.get(maker) for maker in (COPIES, TRANSPOSES))
+    assert forward.nbytes == 1024
+    assert (backward.nbytes if in_fp8 else backward) == (2048 if in_fp8 else None)
     micro_batch(launches.backend, inputs, weights)
     assert not any(launches.told[STEPS * forwards :])
+    assert not any(launches.told_backward[STEPS * MICRO_BATCHES :])
     assert launches.sizes[-2:] == [2048, 2048]
 
 
-def test_a_launch_that_fails_has_made_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = cases.make_config(**IN_FP8)
+def test_layers_on_the_kernel_do_not_share_what_they_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the last layer's transposes would be every layer's."""
+    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
+    launches = Launches(config, monkeypatch, keep="all")
+    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
+    layers = [weights_of(inputs, Promise()) for _ in range(2)]
+    for layer in layers:
+        layer.promise.give()
+    for _ in range(2):
+        for layer in layers:
+            micro_batch(launches.backend, inputs, layer)
+    assert launches.told == launches.told_backward == [False, False, True, True]
+    kept = [layer.promise._made[maker] for layer in layers for maker in (COPIES, TRANSPOSES)]
+    assert len({one.data_ptr() for one in kept}) == 4
+
+
+@pytest.mark.parametrize("change", [in_place, elsewhere], ids=lambda change: change.__name__)
+def test_a_change_between_two_backwards_has_both_directions_quantize_again(
+    change: Callable[[list[torch.Tensor]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
     launches = Launches(config, monkeypatch, keep="all")
     inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
     promise = Promise()
     weights = weights_of(inputs, promise)
     promise.give()
-    tell = ops.forward
+    for _ in range(2):
+        micro_batch(launches.backend, inputs, weights)
+    change([*weights.fc2])
+    for _ in range(2):
+        micro_batch(launches.backend, inputs, weights)
+    assert launches.told == launches.told_backward == [False, True, False, True]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_launch_that_fails_has_made_no_copies(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
+    launches = Launches(config, monkeypatch, keep="all")
+    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
+    promise = Promise()
+    weights = weights_of(inputs, promise)
+    promise.give()
+    tell = getattr(ops, direction)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("no launch")
 
-    monkeypatch.setattr(ops, "forward", fail)
+    monkeypatch.setattr(ops, direction, fail)
     with pytest.raises(RuntimeError, match="no launch"):
         micro_batch(launches.backend, inputs, weights)
-    monkeypatch.setattr(ops, "forward", tell)
+    monkeypatch.setattr(ops, direction, tell)
     for _ in range(2):
         micro_batch(launches.backend, inputs, weights)
-    assert launches.told == [False, True]
+    told, other = launches.told, launches.told_backward
+    if direction == "backward":
+        told, other = other, told[1:]
+    assert told == [False, True]
+    assert other == [direction == "backward", True]
 
 
 def test_the_separate_backends_keep_bytes() -> None:

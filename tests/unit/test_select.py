@@ -490,6 +490,27 @@ def test_the_log_says_where_no_rows_are_kept(
         assert words in caplog.messages[-1]
 
 
+def test_slow_gradients_of_tokens_in_fp8_are_told_of(gpu, kernel, caplog: pytest.LogCaptureFixture):
+    """Once for a size, and only where it is slow: on the kernel, with few columns."""
+    gpu("NVIDIA H200", (9, 0))
+    _announce_once.cache_clear()
+    for experts, hidden, kind, is_told in (
+        ("fp8", 2048, "kernel", False),
+        ("fp8_dgrad", 2048, "reference", False),
+        ("fp8_dgrad", 4096, "kernel", False),
+        ("fp8_dgrad", 2048, "kernel", True),
+        ("fp8_dgrad", 2048, "kernel", False),
+        ("fp8_dgrad", 3968, "kernel", True),
+    ):
+        config = cases.make_config(hidden=hidden, intermediate=128, experts=experts)
+        caplog.clear()
+        with caplog.at_level("WARNING", "flashmoe_megatron"):
+            select_backend(config, None, "cuda", kind=kind, keep="all")
+        told = [one for one in caplog.messages if one.startswith("experts='fp8_dgrad'")]
+        assert len(told) == is_told, (experts, hidden, kind)
+        assert all(f"with hidden={hidden}: below 4096 it has saved no time" in one for one in told)
+
+
 def slots_announced(group: dist.ProcessGroup | None, num_ranks: int) -> list[str]:
     """What is said of two slots, without and with replicas."""
     records: list[str] = []

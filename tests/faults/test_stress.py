@@ -19,7 +19,6 @@ from tests.gpu.stress import Report, Scenario, Values, Way, make_scenario, sched
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stress, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(stress, "SCENARIOS", 6)
     monkeypatch.setattr(stress, "CHECK_EVERY", 10)
 
 
@@ -73,10 +72,17 @@ class ReferenceRun:
         assert got[0]["out"].isfinite().all()
 
 
+SCENARIOS = 6
+
+
 def run(spoiled: str | None, steps: int) -> Report:
     report = Report("reference", 1, "none", seed=3)
     left = itertools.count(steps // stress.CHECK_EVERY - 1, -1)
-    stress.stress(ReferenceRun(spoiled), report, 1e-9, lambda _: next(left) <= 0)
+
+    def agree_to_stop(_: bool) -> bool:
+        return next(left) <= 0
+
+    stress.stress(ReferenceRun(spoiled), report, 1e-9, agree_to_stop, scenarios=SCENARIOS)
     return report
 
 
@@ -87,6 +93,15 @@ def test_repeats_are_counted_and_equal():
     assert report.scenarios >= 4
     assert report.launches > report.steps
     assert report.compared > 100_000
+
+
+def test_few_scenarios_are_run_until_there_are_launches_enough():
+    report = Report("reference", 1, "none", seed=3)
+    bounds = {"scenarios": 2, "launches": 100}
+    stress.stress(ReferenceRun(), report, 3600, bool, **bounds)
+    assert report.failure == ""
+    assert report.scenarios == 2
+    assert 100 <= report.launches < 100 + 2 * stress.CHECK_EVERY
 
 
 @pytest.mark.parametrize("name", ["out", "grad_x", "grad_fc1[0]", "grad_probs"])
@@ -121,10 +136,11 @@ def test_ranks_draw_the_same_scenarios_and_order():
     assert first.config == second.config
     for one, other in zip(first.inputs.x, second.inputs.x, strict=True):
         assert torch.equal(one, other)
-    orders = [list(itertools.islice(schedule(7, looks_ahead=True), 500)) for _ in range(2)]
+    endless = [schedule(7, looks_ahead=True, scenarios=SCENARIOS) for _ in range(2)]
+    orders = [list(itertools.islice(one, 500)) for one in endless]
     assert orders[0] == orders[1]
     number, way, on_nan = zip(*orders[0], strict=True)
-    assert set(number) == set(range(stress.SCENARIOS))
+    assert set(number) == set(range(SCENARIOS))
     assert {one.bounded for one in way} == {one.training for one in way} == set(on_nan)
     assert {one.ahead for one in way} == set(on_nan)
     assert not any(one.ahead for _, one, _ in itertools.islice(schedule(7, looks_ahead=False), 500))

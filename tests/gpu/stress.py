@@ -4,6 +4,7 @@
     python -m tests.gpu.stress --ranks 4 --seconds 120 --slots 2
     python -m tests.gpu.stress --ranks 4 --seconds 120 --slots 2 --ahead
     python -m tests.gpu.stress --ranks 4 --seconds 120 --experts fp8
+    python -m tests.gpu.stress --ranks 4 --seconds 90 --experts fp8 --scenarios 8 --launches 5000
     FLASHMOE_LIBRARY=$PWD/flashmoe_megatron/libflashmoe_delays.so python -m tests.gpu.stress ...
 
 A scenario is a layer of random shape, dtype and routing, all of it from one seed. Its first run is
@@ -34,6 +35,7 @@ from typing import Any, get_args
 
 import torch
 
+from examples.arguments import count as positive
 from flashmoe_megatron.blockwise import rounded
 from flashmoe_megatron.config import FP8_GRANULE, Activation, Experts, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError
@@ -300,12 +302,14 @@ class Pauses:
             torch.cuda._sleep(int(self._draw.expovariate(1 / 40_000)))  # cycles; on one SM
 
 
-def schedule(seed: int, *, looks_ahead: bool) -> Iterator[tuple[int, Way, bool]]:
-    """Without end: which scenario, how it is run, and whether on NaN. The same on every rank."""
+def schedule(
+    seed: int, *, looks_ahead: bool, scenarios: int = SCENARIOS
+) -> Iterator[tuple[int, Way, bool]]:
+    """Yields which of some scenarios is run, how, and whether on NaN; the same on every rank."""
     draw = random.Random(seed)
     seen = 0
     for step in range(10**9):
-        is_new = seen < SCENARIOS and (seen < 4 or draw.random() < 0.05)
+        is_new = seen < scenarios and (seen < 4 or draw.random() < 0.05)
         scenario = seen if is_new else draw.randrange(seen)
         seen += is_new
         training = is_new or draw.randrange(EVALUATION_EVERY) != 0
@@ -505,23 +509,30 @@ def stress(
     agree_to_stop: Callable[[bool], bool],
     *,
     looks_ahead: bool = False,
+    scenarios: int = SCENARIOS,
+    launches: int = 0,
 ) -> None:
-    """Runs until the time is over or something is wrong, and fills the report."""
+    """Runs until the time is over or something is wrong, and fills the report.
+
+    The number of distinct scenarios is a bound, and with a number of launches they end it, too.
+    """
     ledger = Ledger(report)
     way: Way | None = None  # how the step under way and its scenario run
     scenario: Scenario | None = None
-    scenarios: dict[int, Scenario] = {}
+    known: dict[int, Scenario] = {}
     on_nan: dict[int, Scenario] = {}
     progress = Progress(report, seconds, is_shown=run.rank == 0)
     try:
-        for number, way, is_nan in schedule(report.seed, looks_ahead=looks_ahead):
-            is_new = number not in scenarios
+        for number, way, is_nan in schedule(
+            report.seed, looks_ahead=looks_ahead, scenarios=scenarios
+        ):
+            is_new = number not in known
             if is_new:
-                scenarios[number] = make_scenario(number, run.num_ranks, run.experts)
-                on_nan[number] = scenarios[number].on_nan()
-                run.prepare(scenarios[number])
-                report.scenarios = len(scenarios)
-            scenario = scenarios[number]
+                known[number] = make_scenario(number, run.num_ranks, run.experts)
+                on_nan[number] = known[number].on_nan()
+                run.prepare(known[number])
+                report.scenarios = len(known)
+            scenario = known[number]
             got = run.run(on_nan[number] if is_nan else scenario, way)
             report.steps += 1
             report.launches += 1 + way.training + way.ahead
@@ -533,7 +544,8 @@ def stress(
             if report.steps % CHECK_EVERY == 0:
                 ledger.settle()
                 progress.show()
-                if agree_to_stop(progress.is_over):
+                has_all = 0 < launches <= report.launches
+                if agree_to_stop(progress.is_over or has_all):
                     break
         ledger.settle()
     except Exception as error:  # noqa: BLE001 - it is the record of the run
@@ -550,6 +562,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ahead", action="store_true", help="settle on replicas ahead of forwards")
     parser.add_argument("--experts", choices=get_args(Experts), default="bf16")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--launches", type=positive, default=0, help="end after so many, if before")
+    parser.add_argument("--scenarios", type=positive, default=SCENARIOS, help="at most so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file that takes the report as JSON")
 
@@ -557,6 +571,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def placement_of(options: argparse.Namespace) -> When:
     """When replicas are planned."""
     return "lookahead" if options.ahead else "launch"
+
+
+def bounds_of(options: argparse.Namespace) -> dict[str, int]:
+    """Returns what else bounds a run, as :func:`stress` takes it."""
+    return {"scenarios": options.scenarios, "launches": options.launches}
 
 
 def finish(report: Report, out: Path | None) -> int:
@@ -578,7 +597,8 @@ def main(arguments: list[str]) -> int:
     report = Report("virtual", options.ranks, bindings.library_path().name, options.seed)
     given = options.slots, placement_of(options), options.experts
     run = VirtualRun(options.ranks, options.seed, *given)
-    stress(run, report, options.seconds, bool, looks_ahead=options.ahead)
+    bounds = bounds_of(options)
+    stress(run, report, options.seconds, bool, looks_ahead=options.ahead, **bounds)
     if report.failure:
         report.failure += "".join(f"\nrank {rank}: {fault}" for rank, fault in run.faults())
     return finish(report, options.out)

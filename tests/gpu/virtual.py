@@ -31,6 +31,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 TIMEOUT_S = 10.0
 FREE_SMS = 4
+GPCS = 8
+"""A GPU has at most so many; both CTAs of a cluster are in one."""
 BAND_BYTES = 4096  # keeps the alignment of what lies behind it
 BAND = 0xA5
 POISON = 0xFF  # NaN in every float format, -1 in every integer format
@@ -182,8 +184,20 @@ class VirtualGroup:
         self.memories = [_Memory(None, device(), self.options) for _ in range(num_ranks)]
         for memory in self.memories:
             memory.peers = self.memories
+        self.num_ctas = self._share_of(FREE_SMS)
+
+    def _share_of(self, num_free: int) -> int:
         sms = torch.cuda.get_device_properties(device()).multi_processor_count
-        self.num_ctas = (sms - FREE_SMS) // num_ranks // CLUSTER_SIZE * CLUSTER_SIZE
+        return (sms - num_free) // self.num_ranks // CLUSTER_SIZE * CLUSTER_SIZE
+
+    def ctas_of(self, config: MoEConfig) -> int:
+        """Returns the CTAs of a layer's launches, which leave a rank's last one a place.
+
+        With gradients of tokens in FP8 those of weights are a launch of their own, for which no
+        peer waits: the next plan of another rank may run before it, on any SMs, and so leave an odd
+        SM in each GPC, where no cluster fits. That plan then waits for this rank's, which is next.
+        """
+        return self._share_of(FREE_SMS + GPCS) if config.has_fp8_dgrad else self.num_ctas
 
 
 class VirtualLayer:
@@ -211,7 +225,7 @@ class VirtualLayer:
                 device(),
                 memory=memory,
                 rank=rank,
-                num_ctas=self.group.num_ctas,
+                num_ctas=self.group.ctas_of(config),
                 options=options,
             )
             backend.allocator = self.allocator
@@ -261,8 +275,9 @@ class VirtualLayer:
         for rank in range(len(pending)):
             # Tables are allocated, which may wait for a launch that waits for a later rank's.
             backend, share = self.backends[rank], weights[rank]
-            for making in (None, backend._making(share)):  # a backward's, and this forward's
-                backend._use_weights(share, making)
+            for is_backward in (True, False):
+                making = backend._making(share, is_backward=is_backward)
+                backend._use_weights(share, making, is_backward=is_backward)
         found: list[tuple[torch.Tensor, Any]] = []
         errors = []
         for rank, plan in enumerate(pending):

@@ -29,6 +29,7 @@ from tests.gpu.stress import (
     Values,
     Way,
     add_arguments,
+    bounds_of,
     check_first,
     finish,
     phases,
@@ -130,7 +131,8 @@ def main(arguments: list[str]) -> int:
     given = options.slots, placement_of(options), options.experts
     run = RealRun(group, options.symmetric, options.seed, *given)
     report = Report("real", run.num_ranks, bindings.library_path().name, options.seed)
-    stress(run, report, options.seconds, agree_to_stop, looks_ahead=options.ahead)
+    bounds = bounds_of(options)
+    stress(run, report, options.seconds, agree_to_stop, looks_ahead=options.ahead, **bounds)
     report.replicas = run.count_replicas()
     everyone: list[Report] = [report] * run.num_ranks
     dist.all_gather_object(everyone, report, group=reporting)

@@ -38,21 +38,30 @@ def test_the_quantizer_has_the_bits_of_processors(height: int) -> None:
 
 @pytest.mark.parametrize("height", [ROW, SQUARE])
 def test_the_quantizer_has_the_bits_of_transformer_engine(height: int) -> None:
+    """Values, scales, what they stand for, and of weights the transposes of a backward, too."""
     pytest.importorskip("transformer_engine.pytorch")
     import transformer_engine_torch as engine
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
+    is_square = height == SQUARE
     quantizer = Float8BlockQuantizer(
         fp8_dtype=engine.DType.kFloat8E4M3,
         rowwise=True,
-        columnwise=False,
+        columnwise=is_square,
         amax_epsilon=0.0,
         force_pow_2_scales=True,
-        block_scaling_dim=1 if height == ROW else 2,
+        block_scaling_dim=2 if is_square else 1,
     )
     for x in values():
         want, got = quantizer(x.cuda()), quantize(x.cuda(), height)
         assert_same_bytes(got.values, want._rowwise_data)
+        (rows, columns), scales = got.scales.shape, want._rowwise_scale_inv
+        if not is_square:  # which lie column by column
+            scales = scales.t()
+        assert torch.equal(got.scales, scales[:rows, :columns])
+        if is_square:
+            assert_same_bytes(got.values.view(torch.uint8).t(), want._columnwise_data)
+            assert torch.equal(got.scales.t(), want._columnwise_scale_inv[:columns, :rows])
         read = dequantize(got, torch.float32)
         torch.testing.assert_close(
             read, want.dequantize(dtype=torch.float32), rtol=0, atol=0, equal_nan=True

@@ -21,6 +21,7 @@ Here all ranks are virtual ones on one GPU; :mod:`tests.multi_gpu.stress` is the
 # ruff: noqa: T201 - a program: it prints
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -59,6 +60,8 @@ from tests.unit.separate import compare, oracle
 from tests.unit.test_fp8 import FURTHER
 
 TIMEOUT_S = 30.0
+LATE_S = 8.0
+"""A step on virtual ranks, which takes milliseconds, is late then."""
 SCENARIOS = 48  # distinct ones; each is then run again and again
 NAN_EVERY = 8  # steps on NaN among them
 EVALUATION_EVERY = 6  # forwards that keep nothing
@@ -447,7 +450,17 @@ class VirtualRun:
                 count_routes(foreseen)
 
     def run(self, scenario: Scenario, way: Way) -> list[Values]:
-        """One step of all ranks; returns without waiting for its last launches."""
+        """One step of all ranks; returns without waiting for its last launches.
+
+        A step that lasts says where the host stands: it may wait for a rank that launches next.
+        """
+        faulthandler.dump_traceback_later(LATE_S, file=sys.__stderr__)
+        try:
+            return self._run(scenario, way)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self, scenario: Scenario, way: Way) -> list[Values]:
         layer, _ = self._layers[scenario.seed]
         # Before any rank launches, since memory is made anew once nothing runs, and a launch waits
         # for the other ranks'.

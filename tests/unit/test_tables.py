@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.kernel import bindings, tables
+from flashmoe_megatron.kernel.memory import plan_memory
 from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases, native
 
@@ -73,3 +74,11 @@ def test_layers_in_fp8_share_the_copies_of_their_weights(monkeypatch):
     assert first is not None
     assert first.nbytes == max(sizes.weight_copy_bytes) == 2 * 8 * 128 * (256 + 128)
     assert given == [captured.data_ptr(), first.data_ptr(), first.data_ptr()]
+
+
+@pytest.mark.parametrize("experts", ["bf16", "fp8", "fp8_dgrad"])
+def test_copies_of_a_step_are_planned_for_each_direction_in_fp8(experts):
+    config = cases.make_config(hidden=128, intermediate=128, experts=experts)
+    forward, backward = native.sizes_of(native.problem_of(config)).weight_copy_bytes
+    kept = {"bf16": 0, "fp8": forward, "fp8_dgrad": forward + backward}[experts]
+    assert plan_memory(config).own_copies == kept

@@ -9,6 +9,7 @@
 #include "flashmoe/moe/args.cuh"
 #include "flashmoe/moe/place.cuh"
 #include "flashmoe/moe/publish.cuh"
+#include "flashmoe/protocol/tree.h"
 #include "host/error.h"
 
 namespace flashmoe {
@@ -33,6 +34,7 @@ inline Shape shape_of(const FlashMoEProblem* p) {
                 p->is_gated != 0,
                 p->skip_zero_probs != 0,
                 p->is_split != 0,
+                p->rank_invariant != 0,
                 GluRows::of(p->intermediate, p->glu_interleave)};
     const int local = p->num_ranks > 0 ? p->num_experts / p->num_ranks : 0;
     FLASHMOE_SET_SLOT_FIELD(shape.experts_of_rank, local);
@@ -198,6 +200,24 @@ inline int check_experts(const FlashMoEProblem* p) {
     return FLASHMOE_OK;
 }
 
+// Checks what a layer whose bits do not depend on the number of ranks may have.
+inline int check_rank_invariance(const FlashMoEProblem* p) {
+    if (not p->rank_invariant) return FLASHMOE_OK;
+    if (not protocol::can_share_tree(p->num_ranks, p->num_experts)) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "rank_invariant with %d experts on %d ranks: wanted a multiple of %d experts "
+                    "on 1, 2, 4 or 8 ranks",
+                    p->num_experts, p->num_ranks, protocol::kTreeLeaves);
+    }
+    if (is_in_fp8(p) or p->spare_slots != 0 or p->heap_experts != 0 or p->heap_slot_elements != 0) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "rank_invariant with experts %d, spare_slots %d, heap_experts %d, "
+                    "heap_slot_elements %lld: wanted 0 of each",
+                    p->experts, p->spare_slots, p->heap_experts, (long long)p->heap_slot_elements);
+    }
+    return FLASHMOE_OK;
+}
+
 inline int check_problem(const FlashMoEProblem* p) {
     FLASHMOE_TRY(check_struct(p, "problem"));
     if (p->num_ranks < 1 or p->num_ranks > kMaxRanks or p->rank < 0 or p->rank >= p->num_ranks) {
@@ -250,6 +270,7 @@ inline int check_problem(const FlashMoEProblem* p) {
     }
     FLASHMOE_TRY(check_slots(p));
     FLASHMOE_TRY(check_experts(p));
+    FLASHMOE_TRY(check_rank_invariance(p));
     const Shape s = shape_of(p);
     if (placement_bytes(p) > kMaxPlacementBytes) {
         return fail(

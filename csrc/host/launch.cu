@@ -350,7 +350,9 @@ void set_early_units(const FlashMoEProblem* p, const FlashMoEGroup* group, Layer
         const double fetch_over_gemm = flops / (link * args->shape.fc1_rows());
         ratio = int(std::clamp(fetch_over_gemm + 0.5, 1.0, 3.0));
     }
-    args->early_units = ratio * args->group_units;
+    // Where rows are in the order of ranks, no unit has own rows alone.
+    const bool are_mixed = args->shape.is_rank_invariant() and p->num_ranks > 1;
+    args->early_units = are_mixed ? 0 : ratio * args->group_units;
 }
 
 // SiLU keeps a branch of its own, where it has no other terms.

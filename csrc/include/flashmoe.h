@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 26
+#define FLASHMOE_ABI_VERSION 27
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -123,6 +123,9 @@ typedef struct {
     float linear_offset;    /* 0: none */
     int32_t replica_policy; /* FlashMoEReplicaPolicy; read with spare slots */
     int32_t experts;        /* FlashMoEExperts */
+    int32_t rank_invariant; /* no bit of any result depends on the number of ranks, 1, 2, 4 or 8,
+                               that a batch is divided over in its order: experts are a multiple of
+                               8, not in FP8, and there are no spare slots in the heap */
     uint64_t timeout_ns;
     int64_t heap_slot_elements; /* most elements of weights and biases that all spare slots of a
                                    rank hold, of any such layer; or 0 */

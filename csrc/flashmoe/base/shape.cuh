@@ -125,6 +125,7 @@ struct Shape {
     bool skip_zero_probs;
     bool is_split;  // gate and up rows of fc1 are matrices of their own, all gates' ahead of all
                     // ups'
+    bool has_invariant_sums;  // read by is_rank_invariant
     GluRows glu;
     // Results of divisions that a plan with slots would otherwise do at every route.
     FLASHMOE_SLOT_FIELD(int, experts_of_rank);
@@ -137,6 +138,10 @@ struct Shape {
     FLASHMOE_SLOT_FIELD(int, heap_experts);
     FLASHMOE_SLOT_FIELD(int64_t, heap_slot_elements);
 
+    // True if no bit of any result may depend on the number of ranks.
+    __host__ __device__ bool is_rank_invariant() const {
+        return not kHasReplicas and not kIsFp8 and has_invariant_sums;
+    }
     __host__ __device__ int num_local_experts() const {
         return kHasReplicas ? experts_of_rank : num_experts / num_ranks;
     }

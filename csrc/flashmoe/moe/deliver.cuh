@@ -34,6 +34,34 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row, c
     return dot;
 }
 
+// A token's rows on this rank, for sum_rows_in_tree: each lane of `routes` has one of them, by
+// ascending expert. Scope: one warp.
+class DeliveredRows {
+ public:
+    __device__ __forceinline__ DeliveredRows(const char* result,
+                                             int64_t row_bytes,
+                                             int row,
+                                             int leaf,
+                                             uint32_t routes)
+        : result_(result), row_bytes_(row_bytes), row_(row), leaf_(leaf), all_(routes),
+          left_(routes) {}
+    __device__ __forceinline__ int count(int leaf) const {
+        return __popc(__ballot_sync(~0u, leaf_ == leaf) & all_);
+    }
+    __device__ __forceinline__ const uint4* next() {
+        if (left_ == 0) return nullptr;
+        const int64_t from = __shfl_sync(~0u, row_, __ffs(left_) - 1);
+        left_ &= left_ - 1;
+        return reinterpret_cast<const uint4*>(result_ + from * row_bytes_);
+    }
+
+ private:
+    const char* result_;
+    int64_t row_bytes_;
+    int row_, leaf_;  // this lane's
+    uint32_t all_, left_;
+};
+
 // The share that a warp takes of the rows that are left to deliver.
 enum class Deliver {
     kAwaited,  // the next unit, whose rows it waits for
@@ -129,11 +157,20 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
     const int64_t row_bytes = heap.row_bytes();
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
     const int count = __popc(last);
+    const bool in_tree = args.shape.is_rank_invariant();
+    const int leaf = in_tree and row >= 0 ? plan.row_meta[row].leaf : -1;
     for (int i = 0; i < count; ++i) {
         const int base = i * width;
         const uint32_t routes = all_routes & (((1u << width) - 1) << base);
         if (__popc(routes) == 1) continue;  // its finishers have sent it
         char* target = target_of(args, shuffled(token, base));
+        if (in_tree) {
+            sum_rows_in_tree<T>(target, int(row_bytes / 16),
+                                protocol::leaves_of_rank(args.shape.num_ranks), [&] {
+                                    return DeliveredRows(args.result, row_bytes, row, leaf, routes);
+                                });
+            continue;
+        }
         sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
             return [&, left = routes]() mutable -> const uint4* {
                 if (left == 0) return nullptr;

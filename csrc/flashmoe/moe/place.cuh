@@ -2,12 +2,14 @@
 // token per lane. The own rank's chunks come first, since their rows need no link, then those of
 // all others, interleaved, so that not all ranks pull from one at once. A row is the expert's
 // segment + rows of earlier chunks + rank within the chunk: a function of the routing alone, the
-// same at every run.
+// same at every run. If a layer is rank-invariant, chunks come in the order of ranks, and rows in
+// that of tokens within a chunk, too.
 #pragma once
 
 #include "flashmoe/comm/grid.cuh"
 #include "flashmoe/moe/publish.cuh"
 #include "flashmoe/moe/replicas.cuh"
+#include "flashmoe/protocol/tree.h"
 
 namespace flashmoe {
 
@@ -17,10 +19,16 @@ struct Chunk {
 };
 
 __device__ __forceinline__ Chunk chunk_at(const Shape& s, const int* num_tokens, int index) {
-    const int behind = index - s.chunks_per_rank(), others = max(1, s.num_ranks - 1);
-    const int away = behind < 0 ? 0 : 1 + behind % others;
-    const int src = (s.rank + away) % s.num_ranks;
-    const int token = (behind < 0 ? index : behind / others) * 32 + int(threadIdx.x % 32);
+    const int per_rank = s.chunks_per_rank();
+    int src, chunk;
+    if (s.is_rank_invariant()) {
+        src = index / per_rank, chunk = index % per_rank;
+    } else {
+        const int behind = index - per_rank, others = max(1, s.num_ranks - 1);
+        const int away = behind < 0 ? 0 : 1 + behind % others;
+        src = (s.rank + away) % s.num_ranks, chunk = behind < 0 ? index : behind / others;
+    }
+    const int token = chunk * 32 + int(threadIdx.x % 32);
     return {src, token < num_tokens[src] ? token : -1};
 }
 
@@ -46,6 +54,19 @@ struct Ahead {
     }
 };
 
+// The place of this lane's route among those to its local slot, if that is not below 0, as `counts`
+// has counted them; routes of one slot follow one another by lane. Scope: one warp.
+__device__ __forceinline__ uint32_t take_place(uint32_t* counts, int local) {
+    const uint32_t lanes_below = (1u << (threadIdx.x % 32)) - 1;
+    const bool is_ours = local >= 0;
+    const uint32_t same = __match_any_sync(~0u, local);
+    const uint32_t before = is_ours ? counts[local] : 0;
+    __syncwarp();
+    if (is_ours and (same & lanes_below) == 0) counts[local] = before + __popc(same);
+    __syncwarp();
+    return before + __popc(same & lanes_below);
+}
+
 // Walks the routes of a chunk's tokens, one lane per token. The first walk counts them: routes to
 // local slots in `counts`, routes to any slot in `selections`. The second walk gives rows to the
 // routes to local slots, and describes them: `counts[e]` is then the chunk's first row for slot e.
@@ -61,7 +82,6 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
     const Shape& s = args.shape;
     const Plan& plan = args.plan;
     const bool is_token = chunk.token >= 0;
-    const uint32_t lanes_below = (1u << (threadIdx.x % 32)) - 1;
     const Route* routes =
         is_token ? args.heap.routes(s.rank, epoch, chunk.src_rank, chunk.token) : nullptr;
     int32_t* rows = is_token ? plan.rows_of(chunk.src_rank, chunk.token) : nullptr;
@@ -79,11 +99,7 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
         if (is_route) slot = slot_of != nullptr ? slot_of[slot] : s.home_slot(slot);
         const int local = slot - s.first_slot();
         const bool is_ours = is_route and local >= 0 and local < s.num_local_slots();
-        const uint32_t same = __match_any_sync(~0u, is_ours ? local : -1);
-        const uint32_t before = is_ours ? counts[local] : 0;
-        __syncwarp();
-        if (is_ours and (same & lanes_below) == 0) counts[local] = before + __popc(same);
-        __syncwarp();
+        const uint32_t place = take_place(counts, is_ours ? local : -1);
         if (not is_placing) {
             if (is_route) atomicAdd(selections + slot, 1u);
             continue;
@@ -91,7 +107,7 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
         if (is_route) ranks |= 1u << s.rank_of_slot(slot);
         int row = -1;
         if (is_ours) {
-            row = int(before + __popc(same & lanes_below));
+            row = int(place);
             plan.row_prob[row] = route.prob;
             first_row = min(first_row, row);
             last_row = max(last_row, row);
@@ -113,6 +129,49 @@ __device__ __forceinline__ void walk_chunk(const LayerArgs& args,
         plan.row_meta[row] = {chunk.token, uint8_t(chunk.src_rank), result_slot, flags, 0};
     }
     if (chunk.src_rank == s.rank) plan.own_ranks[chunk.token] = ranks;
+}
+
+// The second walk where rows of an expert are in the order of their tokens, however these are
+// divided into chunks: one lane per route, and as many tokens at a time as that leaves room for.
+// Scope: one warp.
+__device__ __forceinline__ void place_by_token(const LayerArgs& args,
+                                               uint32_t epoch,
+                                               Chunk chunk,
+                                               uint32_t* counts) {
+    const Shape& s = args.shape;
+    const Plan& plan = args.plan;
+    const int width = power_of_two(s.topk), k = int(threadIdx.x) % 32 % width;
+#pragma unroll 1
+    for (int first = 0; first < 32; first += 32 / width) {
+        const int nth = int(threadIdx.x) % 32 / width;
+        const int token = __shfl_sync(~0u, chunk.token, first + nth);
+        const bool is_here = token >= 0 and k < s.topk;
+        Route route{-1, 0.0f};
+        if (is_here) route = args.heap.routes(s.rank, epoch, chunk.src_rank, token)[k];
+        const bool is_route = route.expert >= 0;
+        const int local = route.expert - s.first_slot();
+        const bool is_ours = is_route and local >= 0 and local < s.num_local_slots();
+        const int row = int(take_place(counts, is_ours ? local : -1));
+        uint32_t ranks = is_route ? 1u << s.rank_of_slot(route.expert) : 0;
+        int first_row = is_ours ? row : INT32_MAX, last_row = is_ours ? row : -1;
+#pragma unroll 1
+        for (int step = width / 2; step > 0; step /= 2) {  // over the token's lanes
+            ranks |= __shfl_xor_sync(~0u, ranks, step);
+            first_row = min(first_row, __shfl_xor_sync(~0u, first_row, step));
+            last_row = max(last_row, __shfl_xor_sync(~0u, last_row, step));
+        }
+        if (not is_here) continue;
+        plan.rows_of(chunk.src_rank, token)[k] = is_ours ? row : -1;
+        if (chunk.src_rank == s.rank and k == 0) plan.own_ranks[token] = ranks;
+        if (not is_ours) continue;
+        const uint8_t flags = (row == first_row ? RowMeta::kOwner : 0) |
+                              (row == last_row ? RowMeta::kLast : 0) |
+                              (is_home(ranks, chunk.src_rank) ? RowMeta::kHome : 0);
+        plan.row_prob[row] = route.prob;
+        plan.row_meta[row] = {token, uint8_t(chunk.src_rank),
+                              uint8_t(__popc(protocol::slots_before(ranks, s.rank))), flags,
+                              uint8_t(protocol::leaf_of(local, s.num_experts))};
+    }
 }
 
 // One CTA's share of the placement, in the shared memory that the pipeline takes over later.
@@ -196,10 +255,14 @@ __device__ __forceinline__ void walk_chunks(const LayerArgs& args,
 #pragma unroll 1
     for (int i = int(threadIdx.x / 32); i < smem.num_chunks; i += Planners::size() / 32) {
         const Chunk chunk = chunk_at(s, num_tokens, smem.first_chunk + i);
+        uint32_t* counts = smem.counts + i * s.num_local_slots();
+        if (is_placing and s.is_rank_invariant()) {
+            place_by_token(args, epoch, chunk, counts);
+            continue;
+        }
         const uint16_t* slot_of =
             has_table ? smem.replicas.slot_of + chunk.src_rank * s.num_experts : nullptr;
-        walk_chunk(args, epoch, chunk, slot_of, smem.counts + i * s.num_local_slots(),
-                   smem.selections, is_placing);
+        walk_chunk(args, epoch, chunk, slot_of, counts, smem.selections, is_placing);
     }
 }
 

@@ -42,18 +42,43 @@ struct ReduceChunks {
     }
 };
 
+// The ranks' shares of a token, for sum_rows_in_tree, whose leaves are the ranks.
+class ReducedShares {
+ public:
+    __device__ __forceinline__ ReducedShares(const LayerArgs& args, int token, uint32_t ranks)
+        : heap_(args.heap), rank_(args.shape.rank), token_(token), ranks_(ranks) {}
+    __device__ __forceinline__ int count(int rank) const { return ranks_ >> rank & 1; }
+    __device__ __forceinline__ const uint4* next() {
+        if (slot_ == __popc(ranks_)) return nullptr;
+        return reinterpret_cast<const uint4*>(heap_.result(rank_, token_, slot_++));
+    }
+
+ private:
+    const Heap& heap_;
+    int rank_, token_;
+    uint32_t ranks_;
+    int slot_ = 0;
+};
+
 template <class T, bool kIsBackward, int kUnroll>
 __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, uint32_t ranks) {
     const Heap& heap = args.heap;
     const int rank = args.shape.rank;
     const int64_t row_bytes = heap.row_bytes();
     if (not is_home(ranks, rank)) {  // else it is there
-        sum_rows<T, kUnroll>(args.out + token * row_bytes, int(row_bytes / 16), [&] {
-            return [&, slot = 0]() mutable -> const uint4* {
-                if (slot == __popc(ranks)) return nullptr;
-                return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
-            };
-        });
+        char* target = args.out + token * row_bytes;
+        // A token without any route has 0, not -0.
+        if (args.shape.is_rank_invariant() and ranks != 0) {
+            sum_rows_in_tree<T>(target, int(row_bytes / 16), args.shape.num_ranks,
+                                [&] { return ReducedShares(args, token, ranks); });
+        } else {
+            sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
+                return [&, slot = 0]() mutable -> const uint4* {
+                    if (slot == __popc(ranks)) return nullptr;
+                    return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
+                };
+            });
+        }
     }
     if constexpr (kIsBackward) scatter_dprobs(args, token);
 }

@@ -190,8 +190,8 @@ class BackendOptions:
     The reference heeds ``keep``, ``row_bound``, ``host_overlap``, ``combine``, ``host_slots``,
     what is said of replicas, and between hosts ``timeout``; the scheduled backend heeds ``keep``,
     ``row_bound``, ``counters``, its own ``degree``, ``degree_fit`` and ``exchange``, and
-    ``timeout`` in every exchange but direct. Both have the bits of ``rank_invariant``. The others
-    change nothing for them.
+    ``timeout`` in every exchange but direct. Both have the bits of ``rank_invariant`` without it.
+    The others change nothing for them.
 
     Raises:
         ConfigError: A value has no meaning; the message names what was got and what is wanted.
@@ -311,8 +311,9 @@ class BackendOptions:
         switch(),
         "Give a batch the same bits whatever the number of ranks of one host that share its "
         "experts: outputs, and gradients of tokens, probabilities, weights and biases. The "
-        "reference and the scheduled backend in one part compute so; the kernel, spare slots and "
-        "groups over several hosts are refused.",
+        "kernel computes so with a multiple of 8 experts on 1, 2, 4 or 8 ranks, and so do the "
+        "reference and the scheduled backend in one part; spare slots, groups over several hosts "
+        "and on the kernel experts in FP8 are refused.",
     )
     counters: bool = option(
         True,

@@ -433,27 +433,36 @@ def _choose(
             "rank"
         )
     if chosen_options.rank_invariant:
-        _check_rank_invariant(chosen_options, chosen, is_cut=tensor_group is not None)
+        _check_rank_invariant(config, chosen_options, chosen, is_cut=tensor_group is not None)
     if chosen == "kernel":
         check_kernel_experts(config)
     return _Choice(config, chosen, here, dtype, chosen_options)
 
 
-def _check_rank_invariant(options: BackendOptions, kind: Kind, *, is_cut: bool) -> None:
+def _check_rank_invariant(
+    config: MoEConfig, options: BackendOptions, kind: Kind, *, is_cut: bool
+) -> None:
     """Refuses what gives a batch other bits on another number of ranks.
 
-    The separate backends have an expert's rows in the order of tokens over all ranks, and sum a
-    token's results by expert, whichever rank they come from.
+    All backends have an expert's rows in the order of tokens over all ranks. The separate ones sum
+    a token's results by expert, whichever rank they come from; the kernel sums those of each eighth
+    of the experts, and then pairs of these.
 
     Raises:
-        ConfigError: The kernel is chosen, which has a rank's own rows first and sums results by
-            rank; or slots, parts or shares of experts would change an order.
+        ConfigError: Slots, parts or shares of experts would change an order; or the kernel cannot
+            share the experts out by eighths, or has no such order for their FP8.
     """
     problem = None
-    if kind == "kernel":
+    if kind == "kernel" and (8 % config.num_ranks or config.num_experts % 8):
         problem = (
-            "on the backend 'kernel', which sums a token's results by rank: wanted the backend "
-            "'scheduled' or 'reference'"
+            f"with {config.num_experts} experts on {config.num_ranks} ranks on the backend "
+            "'kernel', which sums results by eighths of the experts: wanted a multiple of 8 "
+            "experts on 1, 2, 4 or 8 ranks, or the backend 'scheduled' or 'reference'"
+        )
+    elif kind == "kernel" and config.in_fp8:
+        problem = (
+            f"with experts={config.experts!r} on the backend 'kernel': wanted experts='bf16', or "
+            "the backend 'scheduled' or 'reference'"
         )
     elif options.filled_slots:
         problem = f"with spare_slots={options.spare_slots}: wanted spare_slots=0"

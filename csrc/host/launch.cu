@@ -335,7 +335,7 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     constexpr int64_t kBytesPerStage = 28 * 1024;
     constexpr int kFewStages = 12;
     args->finishers_combine =
-        args->num_k_blocks[1] >= kFewStages and
+        not args->shape.is_rank_invariant() and args->num_k_blocks[1] >= kFewStages and
         args->rows_per_unit * token_bytes <= kBytesPerStage * args->num_k_blocks[1];
 }
 

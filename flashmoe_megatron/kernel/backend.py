@@ -754,6 +754,7 @@ class KernelBackend(Backend):
             timeout=self.options.timeout,
             spare_slots=self.spare_slots,
             replica_policy=self.options.replica_policy,
+            rank_invariant=self.options.rank_invariant,
         )
 
     def _row_block_bound(self, training: bool) -> int | None:

@@ -27,7 +27,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 26
+ABI_VERSION = 27
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -73,7 +73,7 @@ class FlashMoEProblem(_Sized):
             "heap_topk spare_slots heap_experts",
         ),
         (ctypes.c_float, "clamp_value linear_offset"),
-        (ctypes.c_int32, "replica_policy experts"),
+        (ctypes.c_int32, "replica_policy experts rank_invariant"),
         (ctypes.c_uint64, "timeout_ns"),
         (ctypes.c_int64, "heap_slot_elements"),
     )
@@ -116,6 +116,7 @@ def problem_of(
     timeout: float,
     spare_slots: int = 0,
     replica_policy: Policy = "balance",
+    rank_invariant: bool = False,
 ) -> FlashMoEProblem:
     """Makes the library's struct of a layer: its fields, and the bound of waits in seconds."""
     same = (
@@ -139,6 +140,7 @@ def problem_of(
         clamp_value=config.clamp_value or 0.0,
         replica_policy={"balance": BALANCE, "popular": POPULAR}[replica_policy],
         experts={"bf16": AS_GIVEN, "fp8": FP8, "fp8_dgrad": FP8_DGRAD}[config.experts],
+        rank_invariant=rank_invariant,
         timeout_ns=int(timeout * 1e9),
     )
 

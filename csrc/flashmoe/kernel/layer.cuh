@@ -96,18 +96,19 @@ __device__ __forceinline__ StageRing<kStages> ring_of(LayerBuffers& buffers,
 }
 
 // The tail: every warp, once its own part is done, delivers rows and reduces tokens until none is
-// left. The more warps share it, the shorter it is.
-template <class Pass, int kSums>
+// left. The more warps share it, the shorter it is. Without kInTree the layer is not
+// rank-invariant.
+template <class Pass, int kSums, bool kInTree>
 __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
     using T = typename Pass::Element;
     int64_t begin = Trace::now();
-    while (deliver_some<T, Pass::kIsBackward, kSums>(args, smem, Deliver::kAwaited) !=
+    while (deliver_some<T, Pass::kIsBackward, kSums, kInTree>(args, smem, Deliver::kAwaited) !=
            Progress::kFinished) {
     }
     args.watchdog.trace.add(event_of(Span::kDeliver), kWhole, begin);
 
     begin = Trace::now();
-    reduce_results<T, Pass::kIsBackward, kSums>(args, smem);
+    reduce_results<T, Pass::kIsBackward, kSums, kInTree>(args, smem);
     args.watchdog.trace.add(event_of(Span::kReduce), kWhole, begin);
 }
 
@@ -119,8 +120,8 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     int chunk = 0;
     for (int idle = 0; idle < 10000;) {
         const Progress progress =
-            combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums>(args, smem, chunk,
-                                                                               false);
+            combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums, true>(
+                args, smem, chunk, false);
         if (progress == Progress::kFinished) break;
         idle = progress == Progress::kSome ? 0 : idle + 1;
         if (idle > 0) __nanosleep(500);
@@ -195,7 +196,9 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
             process_tiles<Pass>(args, ring, words.mailbox, handover, warpgroup - 1);
-            combine<Pass, kProcessorSums>(args, words.combine);
+            if (not args.shape.is_rank_invariant()) {  // sums in a tree take too many registers
+                combine<Pass, kProcessorSums, false>(args, words.combine);
+            }
         } else {
             cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
             const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
@@ -209,7 +212,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
             } else {
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);
             }
-            combine<Pass, kCommSums>(args, words.combine);
+            combine<Pass, kCommSums, true>(args, words.combine);
             if constexpr (kHasReplicas and Pass::kIsBackward) {
                 add_fc2_replicas<typename Pass::Element>(args);
             }

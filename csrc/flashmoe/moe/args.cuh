@@ -80,7 +80,7 @@ struct LayerArgs {
     int lag;                 // distance of GEMM1 to GEMM0, in its steps
     int rows_per_ticket;     // rows that a dispatch warp takes at a time
     int rows_per_unit;       // that a warp delivers at a time
-    bool finishers_combine;  // while GEMM1's outputs are not there yet
+    bool finishers_combine;  // while GEMM1's outputs are not there yet; not in a tree's order
     Activation activation;
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward

@@ -2,7 +2,9 @@
 // a fixed order, and sends one row to the token's rank. Reduce: the token's rank sums the shares of
 // all ranks in rank order. A token's only row here has gone there straight from GEMM1, and where
 // all rows are on the token's own rank their sum is its result. Routing weights were applied before
-// fc2, so both steps are plain sums, and repeatable bit by bit.
+// fc2, so both steps are plain sums, and repeatable bit by bit. If a layer is rank-invariant, both
+// are parts of one tree of sums (protocol/tree.h), whose code only some warps have: those that
+// multiply, and finishers between tiles, have no registers for it.
 #pragma once
 
 #include "flashmoe/moe/deliver.cuh"
@@ -12,17 +14,18 @@ namespace flashmoe {
 
 // Combines a little, without waiting for anything: it delivers rows, or else reduces tokens of a
 // chunk. With `is_one`, for a warp that has other things to do, that is a unit of rows, or a token;
-// else units ahead, or all complete tokens. `chunk` is where this warp looks first. Scope: one
-// warp.
-template <class T, bool kIsBackward, int kUnroll>
+// else units ahead, or all complete tokens. `chunk` is where this warp looks first. Without kInTree
+// the layer is not rank-invariant. Scope: one warp.
+template <class T, bool kIsBackward, int kUnroll, bool kInTree>
 __device__ __forceinline__ Progress
 combine_some(const LayerArgs& args, CombineSmem& smem, int& chunk, bool is_one) {
-    const Progress delivered = deliver_some<T, kIsBackward, kUnroll>(
+    const Progress delivered = deliver_some<T, kIsBackward, kUnroll, kInTree>(
         args, smem, is_one ? Deliver::kThere : Deliver::kAhead);
     if (delivered == Progress::kSome) return delivered;
     const ReduceChunks chunks(args);
     const auto reduce_one = [&](int of_chunk) {
-        return reduce_chunk<T, kIsBackward, kUnroll>(args, smem, chunks, of_chunk, is_one, false);
+        return reduce_chunk<T, kIsBackward, kUnroll, kInTree>(args, smem, chunks, of_chunk, is_one,
+                                                               false);
     };
     Progress reduced = Progress::kFinished;
     for (; chunk < chunks.count(); ++chunk) {

@@ -75,7 +75,7 @@ enum class Deliver {
 // units have no token's last row: who looks ahead looks at 32 rows, a lane each.
 //
 // Delivers the next unit or units of this CTA. Scope: one warp; any number share the work.
-template <class T, bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll, bool kInTree>
 __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
                                                  CombineSmem& smem,
                                                  Deliver what) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
     const int64_t row_bytes = heap.row_bytes();
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
     const int count = __popc(last);
-    const bool in_tree = args.shape.is_rank_invariant();
+    const bool in_tree = kInTree and args.shape.is_rank_invariant();
     const int leaf = in_tree and row >= 0 ? plan.row_meta[row].leaf : -1;
     for (int i = 0; i < count; ++i) {
         const int base = i * width;

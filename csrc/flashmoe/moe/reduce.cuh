@@ -60,7 +60,7 @@ class ReducedShares {
     int slot_ = 0;
 };
 
-template <class T, bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll, bool kInTree>
 __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, uint32_t ranks) {
     const Heap& heap = args.heap;
     const int rank = args.shape.rank;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, u
     if (not is_home(ranks, rank)) {  // else it is there
         char* target = args.out + token * row_bytes;
         // A token without any route has 0, not -0.
-        if (args.shape.is_rank_invariant() and ranks != 0) {
+        if (kInTree and args.shape.is_rank_invariant() and ranks != 0) {
             sum_rows_in_tree<T>(target, int(row_bytes / 16), args.shape.num_ranks,
                                 [&] { return ReducedShares(args, token, ranks); });
         } else {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, u
 // and that no other warp has taken. With `must_wait` it waits for the first that is not complete.
 // kFinished says that every token of the chunk is taken; in a forward, tokens whose rows are all at
 // home count as taken, since delivery writes them. Scope: one warp.
-template <class T, bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll, bool kInTree>
 __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
                                                  CombineSmem& smem,
                                                  const ReduceChunks& chunks,
@@ -156,7 +156,7 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
         if (not take(1u << mine)) continue;
         const int64_t begin = Trace::now();
         begin_span(Span::kReduce);
-        reduce_token<T, kIsBackward, kUnroll>(args, first + mine,
+        reduce_token<T, kIsBackward, kUnroll, kInTree>(args, first + mine,
                                               __shfl_sync(~0u, ranks, mine * width));
         __syncwarp();
         args.watchdog.trace.add(event_of(Span::kReduce), kOne, begin);
@@ -168,7 +168,7 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
 
 // Reduces this CTA's tokens until all of them are taken, and waits, with a bound, for results that
 // are not there yet. Scope: one warp; any number of warps share the work.
-template <class T, bool kIsBackward, int kUnroll>
+template <class T, bool kIsBackward, int kUnroll, bool kInTree>
 __device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSmem& smem) {
     const ReduceChunks chunks(args);
     const int count = chunks.count();
@@ -177,7 +177,7 @@ __device__ __forceinline__ void reduce_results(const LayerArgs& args, CombineSme
         bool is_finished = true, moved = false;
         for (int i = 0; i < count; ++i) {
             const int chunk = (i + int(threadIdx.x / 32)) % count;  // each warp begins with another
-            const Progress progress = reduce_chunk<T, kIsBackward, kUnroll>(
+            const Progress progress = reduce_chunk<T, kIsBackward, kUnroll, kInTree>(
                 args, smem, chunks, chunk, false, must_wait and is_finished);
             is_finished &= progress == Progress::kFinished;
             moved |= progress == Progress::kSome;

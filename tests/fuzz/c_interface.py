@@ -48,6 +48,7 @@ GOOD_PROBLEM: dict[str, float] = {
     "clamp_value": 7.0,
     "linear_offset": 1.0,
     "experts": 0,
+    "rank_invariant": 0,
 }
 IN_FP8 = {"experts": 1, "intermediate": 256, "glu_interleave": 0, "clamp_value": 0.0}
 IN_FP8 |= {"linear_offset": 0.0}

@@ -87,10 +87,7 @@ def biases_of(case: Case) -> list[list[torch.Tensor]]:
     """Of every expert, for fc1 and for fc2; nothing for experts without biases."""
     config, g = case.config(1), cases.generator(3)
     return [
-        [
-            torch.randn(width, generator=g).to(device(), case.dtype)
-            for _ in range(case.num_experts)
-        ]
+        [torch.randn(width, generator=g).to(device(), case.dtype) for _ in range(case.num_experts)]
         for width in (config.fc1_rows, config.hidden)
         if case.bias
     ]

@@ -44,6 +44,7 @@ def changed(**fields: Any) -> bindings.FlashMoEProblem:
 
 def test_what_a_layer_asks_for_gets_as_far_as_the_launch() -> None:
     assert refusal(changed()) == ""
+    assert refusal(changed(rank_invariant=1)) == ""
     indices = {"topk_idx": 0x600000, "routing_map": None, "index_bytes": 8}
     assert refusal(changed(), num_choices=2, **indices) == ""
     assert refusal(changed(), num_tokens=0, refusal=b"ShapeError: x") == ""
@@ -56,6 +57,15 @@ def test_what_a_layer_asks_for_gets_as_far_as_the_launch() -> None:
         ({"heap_topk": 1}, "heap_topk 1: wanted topk = 2 to 16"),
         ({"is_split": 1, "is_transposed": 1}, "is_split with is_gated 1, glu_interleave 0, is_t"),
         ({"glu_interleave": 4}, "glu_interleave 4 of intermediate 64, is_gated 1: wanted 0, or"),
+        ({"rank_invariant": 1, "num_experts": 12}, "rank_invariant with 12 experts on 2 ranks: w"),
+        (
+            {"rank_invariant": 1, "num_ranks": 3, "num_experts": 24},
+            "rank_invariant with 24 experts on 3 ranks: wanted a multiple of 8 experts on 1, 2, 4",
+        ),
+        (
+            {"rank_invariant": 1, "heap_experts": 8},
+            "rank_invariant with experts 0, spare_slots 0, heap_experts 8, heap_slot_elements 0: w",
+        ),
     ],
 )
 def test_a_problem_that_no_layer_has(fields: dict[str, int], said: str) -> None:

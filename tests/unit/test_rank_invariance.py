@@ -18,6 +18,7 @@ from flashmoe_megatron.select import resolve_kind, select_backend
 from flashmoe_megatron.weights import ExpertWeights
 from tests.distributed import RankPool, refusal
 from tests.unit import cases
+from tests.unit.simulated_gpus import Gpus, install, make_backend
 
 TOKENS, EXPERTS = 200, 16
 NUM_RANKS = 1, 2, 4
@@ -155,13 +156,45 @@ def test_what_changes_an_order_is_refused(kind: Any, options: dict[str, Any], sa
         select_backend(config, None, "cpu", kind=kind, rank_invariant=True, **options)
 
 
-def test_the_kernel_is_refused_by_name() -> None:
-    config = cases.make_config(num_experts=EXPERTS)
+@pytest.mark.parametrize(
+    ("changes", "options", "said"),
+    [
+        (
+            {"num_experts": 12},
+            {},
+            "with 12 experts on 1 ranks on the backend 'kernel', .* wanted a multiple of 8 experts",
+        ),
+        (
+            {"num_experts": 24, "num_ranks": 3},
+            {},
+            "with 24 experts on 3 ranks on the backend 'kernel', .* on 1, 2, 4 or 8 ranks",
+        ),
+        (
+            {"experts": "fp8", "hidden": 256, "intermediate": 256},
+            {},
+            "with experts='fp8' on the backend 'kernel': wanted experts='bf16'",
+        ),
+        ({}, {"spare_slots": 1}, "with spare_slots=1: wanted spare_slots=0"),
+        ({}, {"combine": "routes"}, "with combine='routes', which sums by itself"),
+    ],
+)
+def test_what_the_kernel_cannot_is_refused_by_name(
+    changes: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    config = cases.make_config(**{"num_experts": EXPERTS, **changes})
     with (
         mock.patch(f"{resolve_kind.__module__}.resolve_kind", return_value="kernel"),
-        pytest.raises(ConfigError, match="on the backend 'kernel'.*wanted the backend 'scheduled'"),
+        pytest.raises(ConfigError, match=f"rank_invariant=True {said}"),
     ):
-        select_backend(config, None, "cpu", rank_invariant=True)
+        select_backend(config, None, "cpu", rank_invariant=True, **options)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_the_kernel_is_told(is_asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Gpus(1, 0, slow=0), monkeypatch)
+    config = cases.make_config(num_experts=EXPERTS)
+    backend = make_backend(config, 0, rank_invariant=is_asked)
+    assert backend._prepare().rank_invariant == is_asked
 
 
 def over_hosts(group: dist.ProcessGroup) -> None:

@@ -2,8 +2,10 @@
 
     python -m tools.bench.compare_libraries before.so now.so --out results.jsonl
     python -m tools.bench.compare_libraries --uncounted --out results.jsonl
+    python -m tools.bench.compare_libraries --rank-invariant --out results.jsonl
 
-The second command says what counters cost: the same kernel counts, or does not.
+The second command says what counters cost: the same kernel counts, or does not. The third says so
+of the option ``rank_invariant``.
 
 A change of some tenths of a per cent is less than what two hosts differ by, or one host from minute
 to minute. So every library has a process of its own, all of them at once on one GPU, which take
@@ -26,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,9 +87,7 @@ def graphs_of(layer: FusedLayer) -> dict[str, Callable[[], object]]:
     return {passes: replayed(call) for passes, call in calls.items()}
 
 
-def work(
-    library: Path, orders: Connection, launches: int, one_of: int, counters: bool = True
-) -> None:
+def work(library: Path, orders: Connection, launches: int, one_of: int, **changed: Any) -> None:
     """Takes orders of a named shape and whether its values are zeros; answers with turns."""
     os.environ["FLASHMOE_LIBRARY"] = str(library)  # this process has loaded none yet
     calls: dict[tuple[str, Shape, bool], dict[str, Callable[[], object]]] = {}
@@ -98,7 +98,7 @@ def work(
             calls.clear()  # frees the last shape's memory
             torch.cuda.empty_cache()
             problem = make_problem(shape.one_of(one_of))
-            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, counters=counters)
+            layer = kernel_layer(problem, row_bound=common.ROW_BOUND, **changed)
             results = layer.results()
             pass_gate(f"{name}, {library}", relative_errors(problem, results))
             bits = bits_of(results)
@@ -120,18 +120,18 @@ def names_of(libraries: list[Path]) -> list[str]:
 
 
 class Worker:
-    """A process that runs one library."""
+    """A process that runs one library, with some options of the layer changed."""
 
     def __init__(
-        self, library: Path, launches: int, one_of: int, name: str = "", *, counters: bool = True
+        self, library: Path, launches: int, one_of: int, name: str = "", **changed: Any
     ) -> None:
         if not library.is_file():
             raise SystemExit(f"no library at {library}")
         context = multiprocessing.get_context("spawn")
         self.name = name or library.stem
         self._orders, theirs = context.Pipe()
-        arguments = (library.resolve(), theirs, launches, one_of, counters)
-        self._process = context.Process(target=work, args=arguments, daemon=True)
+        arguments = (library.resolve(), theirs, launches, one_of)
+        self._process = context.Process(target=work, args=arguments, kwargs=changed, daemon=True)
         self._process.start()
         theirs.close()  # so that its end, if it dies, ends what is waited for
 
@@ -155,6 +155,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("libraries", nargs="*", type=Path, help="others are compared with the first; default: ours")
     add("--uncounted", action="store_true", help="the first also without counters")
+    add("--rank-invariant", action="store_true", help="the first also with rank_invariant")
     add_shapes(parser, ["paper-8k", "qwen3-30b"])
     add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
     add("--one-of", type=count, default=4, help="1/N of the experts")
@@ -178,6 +179,9 @@ def main(arguments: list[str]) -> int:
     workers = [Worker(path, *sizes, name) for path, name in zip(libraries, names, strict=True)]
     if options.uncounted:
         workers.append(Worker(libraries[0], *sizes, f"{names[0]}, uncounted", counters=False))
+    if options.rank_invariant:
+        name = f"{names[0]}, rank-invariant"
+        workers.append(Worker(libraries[0], *sizes, name, rank_invariant=True))
     for shape, layer in options.shapes.items():
         for values in options.values:
             takers = {

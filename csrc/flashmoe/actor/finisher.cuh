@@ -78,7 +78,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             if (args.finishers_combine and (Pass::kIsBackward or not tile.is_late)) {
                 const Barrier& full = handover.full[processor][0];
                 while (not agreed<Waiter::kWarp>(full.test_wait(handover_cursor.parity())) and
-                       combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums, false>(
+                       combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums>(
                            args, combine, chunk, true) == Progress::kSome) {
                 }
             }

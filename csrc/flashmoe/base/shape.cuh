@@ -27,6 +27,9 @@ constexpr bool kHasReplicas = false;
 #define FLASHMOE_SCALE_FIELD(type, name) static_assert(not kIsFp8)
 #endif
 
+// Kernels with spare slots or in FP8 have results whose bits depend on the number of ranks.
+constexpr bool kMayBeRankInvariant = not kHasReplicas and not kIsFp8;
+
 constexpr int kMaxRanks = 8;
 constexpr int kMaxTopk = 16;
 constexpr int kMaxLocalExperts = 512;  // places of a rank that compute experts
@@ -140,7 +143,7 @@ struct Shape {
 
     // True if no bit of any result may depend on the number of ranks.
     __host__ __device__ bool is_rank_invariant() const {
-        return not kHasReplicas and not kIsFp8 and has_invariant_sums;
+        return kMayBeRankInvariant and has_invariant_sums;
     }
     __host__ __device__ int num_local_experts() const {
         return kHasReplicas ? experts_of_rank : num_experts / num_ranks;

@@ -31,7 +31,7 @@ struct ForwardPass {
     using Element = T;
     using Args = LayerArgs;
     static constexpr bool kIsBackward = false, kGatedForward = kGated, kHasBias = not kIsFp8;
-    static constexpr bool kHasWeightGrads = false;
+    static constexpr bool kHasWeightGrads = false, kHasTree = kMayBeRankInvariant;
     static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
     using FinishGemm0 = ActivateRows<T, kGated>;
@@ -45,7 +45,7 @@ struct BackwardPass {
     using Element = T;
     using Args = BackwardArgs;
     static constexpr bool kIsBackward = true, kGatedForward = false, kHasBias = false;
-    static constexpr bool kHasWeightGrads = not kIsFp8;
+    static constexpr bool kHasWeightGrads = not kIsFp8, kHasTree = kMayBeRankInvariant;
     static constexpr Major kMajorB = kTransposed or kIsFp8 ? Major::K : Major::MN;
     static constexpr int kWeightOfGemm0 = 1;  // fc2, then fc1
     // Tokens that are gathered for fc1's gradient are the left operand. Each CTA of a pair reads
@@ -62,6 +62,7 @@ struct BackwardPass {
 // The backward of a forward in FP8: it multiplies 16-bit copies of the forward's operands.
 template <class T, bool kGated>
 struct BackwardPassOfFp8 : BackwardPass<T, kGated, false> {
+    static constexpr bool kHasTree = false;
     using FinishGemm0 = DifferentiateRows<T, kGated, true>;
 };
 
@@ -120,8 +121,8 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     int chunk = 0;
     for (int idle = 0; idle < 10000;) {
         const Progress progress =
-            combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums, true>(
-                args, smem, chunk, false);
+            combine_some<typename Pass::Element, Pass::kIsBackward, kCommSums>(args, smem, chunk,
+                                                                               false);
         if (progress == Progress::kFinished) break;
         idle = progress == Progress::kSome ? 0 : idle + 1;
         if (idle > 0) __nanosleep(500);
@@ -192,13 +193,12 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
 
         // Uniform by construction: only then does ptxas give each branch the registers that it asks
         // for.
+        const auto in_tree = [&] { return Pass::kHasTree and args.shape.is_rank_invariant(); };
         const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();
             process_tiles<Pass>(args, ring, words.mailbox, handover, warpgroup - 1);
-            if (not args.shape.is_rank_invariant()) {  // sums in a tree take too many registers
-                combine<Pass, kProcessorSums, false>(args, words.combine);
-            }
+            if (not in_tree()) combine<Pass, kProcessorSums, false>(args, words.combine);
         } else {
             cutlass::arch::warpgroup_reg_dealloc<kCommRegisters>();
             const int warp = __shfl_sync(~0u, int(threadIdx.x / 32), 0);
@@ -208,11 +208,15 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                 load_layer<Pass>(args, kept, words.mailbox);
             } else if (warp == 1) {
                 dispatch<true>(args, buffers.pieces, words.pieces, num_first_places(args));
-                combine_meanwhile<Pass>(args, words.combine);
+                if (not in_tree()) combine_meanwhile<Pass>(args, words.combine);
             } else {
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);
             }
-            combine<Pass, kCommSums, true>(args, words.combine);
+            if (in_tree()) {
+                combine<Pass, kCommSums, Pass::kHasTree>(args, words.combine);
+            } else {
+                combine<Pass, kCommSums, false>(args, words.combine);
+            }
             if constexpr (kHasReplicas and Pass::kIsBackward) {
                 add_fc2_replicas<typename Pass::Element>(args);
             }

@@ -38,12 +38,13 @@ __device__ __forceinline__ float dot_with_bias(const LayerArgs& args, int row, c
 // ascending expert. Scope: one warp.
 class DeliveredRows {
  public:
-    __device__ __forceinline__ DeliveredRows(const char* result,
-                                             int64_t row_bytes,
-                                             int row,
-                                             int leaf,
-                                             uint32_t routes)
-        : result_(result), row_bytes_(row_bytes), row_(row), leaf_(leaf), all_(routes),
+    __device__ __forceinline__
+    DeliveredRows(const char* result, int64_t row_bytes, int row, int leaf, uint32_t routes)
+        : result_(result),
+          row_bytes_(row_bytes),
+          row_(row),
+          leaf_(leaf),
+          all_(routes),
           left_(routes) {}
     __device__ __forceinline__ int count(int leaf) const {
         return __popc(__ballot_sync(~0u, leaf_ == leaf) & all_);
@@ -74,7 +75,8 @@ enum class Deliver {
 // unit, so its warps share them through shared memory alone. Where tokens have many rows here most
 // units have no token's last row: who looks ahead looks at 32 rows, a lane each.
 //
-// Delivers the next unit or units of this CTA. Scope: one warp; any number share the work.
+// Delivers the next unit or units of this CTA, summed in a tree or row after row. Scope: one warp;
+// any number share the work.
 template <class T, bool kIsBackward, int kUnroll, bool kInTree>
 __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
                                                  CombineSmem& smem,
@@ -157,28 +159,29 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
     const int64_t row_bytes = heap.row_bytes();
     const uint32_t all_routes = __ballot_sync(~0u, row >= 0);
     const int count = __popc(last);
-    const bool in_tree = kInTree and args.shape.is_rank_invariant();
-    const int leaf = in_tree and row >= 0 ? plan.row_meta[row].leaf : -1;
+    [[maybe_unused]] int leaf = -1;
+    if constexpr (kInTree) {
+        if (row >= 0) leaf = plan.row_meta[row].leaf;
+    }
     for (int i = 0; i < count; ++i) {
         const int base = i * width;
         const uint32_t routes = all_routes & (((1u << width) - 1) << base);
         if (__popc(routes) == 1) continue;  // its finishers have sent it
         char* target = target_of(args, shuffled(token, base));
-        if (in_tree) {
-            sum_rows_in_tree<T>(target, int(row_bytes / 16),
-                                protocol::leaves_of_rank(args.shape.num_ranks), [&] {
-                                    return DeliveredRows(args.result, row_bytes, row, leaf, routes);
-                                });
-            continue;
+        if constexpr (kInTree) {
+            sum_rows_in_tree<T>(
+                target, int(row_bytes / 16), protocol::leaves_of_rank(args.shape.num_ranks),
+                [&] { return DeliveredRows(args.result, row_bytes, row, leaf, routes); });
+        } else {
+            sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
+                return [&, left = routes]() mutable -> const uint4* {
+                    if (left == 0) return nullptr;
+                    const int64_t from = __shfl_sync(~0u, row, __ffs(left) - 1);
+                    left &= left - 1;
+                    return reinterpret_cast<const uint4*>(args.result + from * row_bytes);
+                };
+            });
         }
-        sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
-            return [&, left = routes]() mutable -> const uint4* {
-                if (left == 0) return nullptr;
-                const int64_t from = __shfl_sync(~0u, row, __ffs(left) - 1);
-                left &= left - 1;
-                return reinterpret_cast<const uint4*>(args.result + from * row_bytes);
-            };
-        });
     }
     if constexpr (kIsBackward) {
         float dprob = 0.0f;

@@ -67,12 +67,18 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, u
     const int64_t row_bytes = heap.row_bytes();
     if (not is_home(ranks, rank)) {  // else it is there
         char* target = args.out + token * row_bytes;
-        // A token without any route has 0, not -0.
-        if (kInTree and args.shape.is_rank_invariant() and ranks != 0) {
-            sum_rows_in_tree<T>(target, int(row_bytes / 16), args.shape.num_ranks,
-                                [&] { return ReducedShares(args, token, ranks); });
+        const int chunks = int(row_bytes / 16);
+        if constexpr (kInTree) {
+            if (ranks != 0) {
+                sum_rows_in_tree<T>(target, chunks, args.shape.num_ranks,
+                                    [&] { return ReducedShares(args, token, ranks); });
+            } else {  // 0, not -0
+                for (int i = int(threadIdx.x % 32); i < chunks; i += 32) {
+                    reinterpret_cast<uint4*>(target)[i] = uint4{};
+                }
+            }
         } else {
-            sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
+            sum_rows<T, kUnroll>(target, chunks, [&] {
                 return [&, slot = 0]() mutable -> const uint4* {
                     if (slot == __popc(ranks)) return nullptr;
                     return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));
@@ -157,7 +163,7 @@ __device__ __forceinline__ Progress reduce_chunk(const LayerArgs& args,
         const int64_t begin = Trace::now();
         begin_span(Span::kReduce);
         reduce_token<T, kIsBackward, kUnroll, kInTree>(args, first + mine,
-                                              __shfl_sync(~0u, ranks, mine * width));
+                                                       __shfl_sync(~0u, ranks, mine * width));
         __syncwarp();
         args.watchdog.trace.add(event_of(Span::kReduce), kOne, begin);
         end_span(Span::kReduce);

@@ -25,6 +25,8 @@ from flashmoe_megatron.torch_groups import is_destroyed, living_group, torch_gro
 logger = logging.getLogger("flashmoe_megatron")
 
 HOPPER = (9, 0)
+EIGHTHS = 8
+"""Parts of the experts whose results the kernel sums apart, with ``rank_invariant``."""
 OVERLAP_CTAS = 2
 """Most CTAs of an exchange between hosts that runs concurrently with a launch."""
 Kind = Literal["kernel", "scheduled", "reference"]
@@ -453,7 +455,7 @@ def _check_rank_invariant(
             share the experts out by eighths, or has no such order for their FP8.
     """
     problem = None
-    if kind == "kernel" and (8 % config.num_ranks or config.num_experts % 8):
+    if kind == "kernel" and (EIGHTHS % config.num_ranks or config.num_experts % EIGHTHS):
         problem = (
             f"with {config.num_experts} experts on {config.num_ranks} ranks on the backend "
             "'kernel', which sums results by eighths of the experts: wanted a multiple of 8 "

@@ -54,6 +54,21 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "the kernel does not know that no bit may depend on the number of ranks",
+        "KernelBackend._problem_on",
+        "rank_invariant=self.options.rank_invariant,",
+        "",
+        "tests/unit/test_rank_invariance.py::test_the_kernel_is_told[True]",
+        on_gpu="tests/gpu/test_rank_invariance.py::test_any_number_of_ranks_gives_equal_bits",
+    ),
+    Mutation(
+        "experts that eighths cannot be shared out of are left to the library",
+        "_check_rank_invariant",
+        "EIGHTHS % config.num_ranks or config.num_experts % EIGHTHS",
+        "False",
+        "tests/unit/test_rank_invariance.py::test_what_the_kernel_cannot_is_refused_by_name",
+    ),
+    Mutation(
         "a backward fetches the rows that factors of fc1 take, where the forward could keep them",
         "KernelBackend._keeps_rows",
         "if given.gives_rows:",

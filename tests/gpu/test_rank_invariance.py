@@ -26,7 +26,7 @@ SPLITS = {
     4: [205, 0, 300, 195],
     8: [100, 33, 0, 67, 1, 299, 130, 70],
 }
-"""Tokens of each rank, of one batch: chunks of 32 tokens begin elsewhere on each number of ranks."""
+"""Tokens of each rank, of one batch: chunks of 32 begin elsewhere on each number of ranks."""
 
 Bits = dict[str, torch.Tensor]
 
@@ -84,7 +84,7 @@ def divided(inputs: cases.Inputs, num_ranks: int) -> cases.Inputs:
 
 
 def biases_of(case: Case) -> list[list[torch.Tensor]]:
-    """Of every expert, for fc1 and for fc2; nothing for experts without biases."""
+    """All experts' biases, for fc1 and for fc2; nothing for experts without biases."""
     config, g = case.config(1), cases.generator(3)
     return [
         [torch.randn(width, generator=g).to(device(), case.dtype) for _ in range(case.num_experts)]
@@ -194,7 +194,7 @@ def test_any_number_of_ranks_gives_equal_bits(case: Case) -> None:
 
 
 def test_without_the_option_ranks_show() -> None:
-    """Sums by rank and rows by rank have other bits: the comparison above is no matter of course."""
+    """Sums and rows by rank have other bits: the comparison above is no matter of course."""
     case = Case(topk=4)
     found = [bits(case, num_ranks, rank_invariant=False) for num_ranks in (1, 4)]
     differ = differing(*found)

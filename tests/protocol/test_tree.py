@@ -35,8 +35,8 @@ uint16_t rounded(float value) {  // to bfloat16, to the nearest, ties to even; n
 
 uint16_t add(uint16_t left, uint16_t right) { return rounded(widened(left) + widened(right)); }
 
-// Reads, for each token, how many rows each leaf has and these rows; writes the token's sum on 1, 2,
-// 4 and 8 ranks.
+// Reads, for each token, how many rows each leaf has and these rows; writes the token's sum on 1,
+// 2, 4 and 8 ranks.
 int main() {
     std::vector<uint16_t> rows[kTreeLeaves];
     for (;;) {

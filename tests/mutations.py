@@ -56,8 +56,8 @@ MUTATIONS = (
     Mutation(
         "the kernel does not know that no bit may depend on the number of ranks",
         "KernelBackend._problem_on",
-        "rank_invariant=self.options.rank_invariant,",
-        "",
+        "rank_invariant=self.options.rank_invariant",
+        "rank_invariant=False",
         "tests/unit/test_rank_invariance.py::test_the_kernel_is_told[True]",
         on_gpu="tests/gpu/test_rank_invariance.py::test_any_number_of_ranks_gives_equal_bits",
     ),

@@ -97,8 +97,7 @@ __device__ __forceinline__ StageRing<kStages> ring_of(LayerBuffers& buffers,
 }
 
 // The tail: every warp, once its own part is done, delivers rows and reduces tokens until none is
-// left. The more warps share it, the shorter it is. Without kInTree the layer is not
-// rank-invariant.
+// left. The more warps share it, the shorter it is. With kInTree the layer is rank-invariant.
 template <class Pass, int kSums, bool kInTree>
 __device__ __forceinline__ void combine(const LayerArgs& args, CombineSmem& smem) {
     using T = typename Pass::Element;
@@ -191,9 +190,10 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         __syncthreads();       // whole warps, where lanes had different rows to copy
         cute::cluster_sync();  // is counted by warps
 
+        // Sums in a tree are for warps that communicate: processors have no registers for them.
+        const auto in_tree = [&] { return Pass::kHasTree and args.shape.is_rank_invariant(); };
         // Uniform by construction: only then does ptxas give each branch the registers that it asks
         // for.
-        const auto in_tree = [&] { return Pass::kHasTree and args.shape.is_rank_invariant(); };
         const int warpgroup = __shfl_sync(~0u, int(threadIdx.x / 128), 0);
         if (warpgroup > 0) {
             cutlass::arch::warpgroup_reg_alloc<kProcessorRegisters>();

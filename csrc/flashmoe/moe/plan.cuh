@@ -14,7 +14,7 @@ struct alignas(8) RowMeta {
     uint8_t src_rank;
     uint8_t slot;  // which result slot of the token belongs to this rank
     uint8_t flags;
-    uint8_t leaf;  // of its expert (protocol/tree.h), if the layer is rank-invariant
+    uint8_t leaf;  // the expert's in protocol/tree.h, if the layer is rank-invariant
 
     static constexpr uint8_t kOwner = 1, kLast = 2, kPad = 4, kHome = 8;
     __device__ bool is_owner() const { return flags & kOwner; }

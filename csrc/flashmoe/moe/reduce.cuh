@@ -1,4 +1,5 @@
-// Reduction: a token's rank sums the shares that all ranks have delivered, in the ranks' order.
+// Reduction: a token's rank sums the shares that all ranks have delivered, in the ranks' order, or
+// as nodes of a tree.
 #pragma once
 
 #include "flashmoe/moe/sums.cuh"

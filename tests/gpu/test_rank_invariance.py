@@ -1,4 +1,4 @@
-"""On the kernel one batch has the same bits on 1, 2, 4 and 8 virtual ranks, where that is asked for."""
+"""On the kernel a batch has the same bits on 1 to 8 virtual ranks, where that is asked for."""
 
 import dataclasses
 from dataclasses import replace

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tools.bench.cards.kept import RESULTS
+from tools.bench.common import read_record
 from tools.bench.fp8_losses import __main__ as fp8_losses
 from tools.bench.fp8_losses.begun import FirstWeights, sums_of
 from tools.bench.fp8_losses.judge import are_the_same, judge, means_of, table
@@ -65,19 +67,44 @@ def test_ours_is_compared_with_alltoall_in_fp8() -> None:
     ],
 )
 def test_runs_that_cannot_be_compared(change: dict[str, Any], said: str) -> None:
-    found = records()
-    found[THEIRS.name] |= change
-    wrong = judge(found)
-    assert len(wrong) == 1
-    assert wrong[0].startswith(THEIRS.name)
-    assert said in wrong[0]
-    assert THEIRS.name in "\n".join(table(found))
+    for name in ("flashmoe-fp8", "alltoall-bf16-again"):
+        found = records()
+        found[name] |= change
+        wrong = judge(found)
+        assert len(wrong) == 1
+        assert wrong[0].startswith(name)
+        assert said in wrong[0]
+        assert name in "\n".join(table(found))
 
 
 def test_a_run_that_is_missing_is_said() -> None:
     found = records()
-    del found[RUNS[0].name]
-    assert judge(found) == [f"{RUNS[0].name} has not run"]
+    del found[THEIRS.name]
+    assert judge(found) == [f"{THEIRS.name} has not run"]
+    assert "Allowed" not in "\n".join(table(found))
+
+
+def test_the_second_run_in_fp8_may_be_missing() -> None:
+    found = records(flashmoe_fp8=1.1)
+    del found["alltoall-fp8-again"]
+    wrong = judge(found)
+    assert len(wrong) == 1
+    assert wrong[0].startswith("the last tenth of flashmoe-fp8 is")
+    assert table(found)[-1] == "Allowed: 0.250%."
+
+
+def test_the_kept_record_holds() -> None:
+    """The record that the page on FP8 rests on."""
+    kept = RESULTS / "2026-11-29-fp8-losses-h200-1x.jsonl"
+    assert judge({line["run"]: line for line in read_record(kept)}) == []
+
+
+def test_first_losses_are_those_of_one_precision() -> None:
+    """A model has other losses in FP8 than in bfloat16 from the first iteration on."""
+    found = records()
+    for name, record in found.items():
+        record["losses"][0] += 0.02 * ("fp8" in name)
+    assert judge(found) == []
 
 
 def test_means_are_of_tenths() -> None:

@@ -9,7 +9,7 @@ seed and in one order of the data, which are the sources of Python's library as 
 the program goes on with the runs that have not ended well. ``alltoall``
 is trained twice in each precision; the second run rounds in another order, since it permutes by
 torch's operations. How far apart the two end is what rounding alone does. Every run has to begin
-with the same weights, about the same loss and fused attention.
+with the same weights, those of one precision with about the same loss, and with fused attention.
 
 Compared are the means of the last tenth of all losses. flashmoe with its experts in FP8 may differ
 from ``alltoall`` in FP8 by as much as the two runs of ``alltoall`` in bfloat16 do, or by 0.25 % if

@@ -15,7 +15,7 @@ LOSSES = [10.5, 10.25, 10.0, 9.75, 9.5, 9.25, 9.0]
 
 
 def milliseconds_in_file(
-    library: Path, orders: Connection, launches: int, one_of: int, counters: bool
+    library: Path, orders: Connection, launches: int, one_of: int, counters: bool = True
 ) -> None:
     """Stands in the place of ``work``: what the file says, and half a millisecond to count."""
     while orders.recv() is not None:

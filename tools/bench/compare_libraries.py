@@ -137,10 +137,10 @@ class Worker:
 
     def turn(self, name: str, shape: Shape, is_zero: bool) -> Turn:
         """Has the library take its turn."""
-        self._orders.send((name, shape, is_zero))
         try:
+            self._orders.send((name, shape, is_zero))
             turn: Turn = self._orders.recv()
-        except EOFError:
+        except (BrokenPipeError, EOFError):
             raise SystemExit(f"{self.name} ended at {name}") from None
         return turn
 

@@ -221,8 +221,8 @@ class BackendOptions:
         "layer is one launch that the host never waits for, and a CUDA graph can capture it. auto, "
         "in Megatron, begins a training with exact buffers, and then bounds them by a tenth more "
         "than they have needed.",
-        unset="exact buffers, for which the host waits in every forward of training; auto with "
-        "Megatron's CUDA graph of the iteration",
+        unset="no bound: the host waits for exact buffers in every forward of training. Where "
+        "Megatron captures the whole iteration in a CUDA graph it is auto",
     )
     spare_slots: int = option(
         0,

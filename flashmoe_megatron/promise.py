@@ -30,7 +30,7 @@ class Promise:
         self._is_given = self._is_captured = False
         self._made: dict[str, Any] = {}
         self._made_of: dict[str, tuple[object, ...]] = {}
-        """What each maker's copies are current for; those that are not are not in it."""
+        """The weights of each maker's current copies; other makers are left out."""
 
     def give(self) -> None:
         """Begins to promise; what was made before is to be made again."""

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
+from examples.arguments import count
 from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, shape_of
 from flashmoe_megatron.config import got
 from flashmoe_megatron.options import ROW_FACTOR
@@ -41,7 +42,7 @@ def add_gated(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(SHAPES)) -> None:
-    """Adds ``--shapes`` and ``--gated``; :func:`read_shapes` reads them."""
+    """Adds ``--shapes`` and ``--gated``; :func:`parse_with_shapes` reads them."""
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -53,12 +54,22 @@ def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(S
     add_gated(parser)
 
 
-def read_shapes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Replaces names of shapes by the layers, by name; a name of none ends the program."""
+def add_turns(parser: argparse.ArgumentParser, default: int, each: str) -> None:
+    """Adds ``--one-of``, and ``--turns`` of each kind that is timed in turns with others."""
+    parser.add_argument("--one-of", type=count, default=4, help="1/N of the experts")
+    parser.add_argument("--turns", type=count, default=default, help=f"of each {each}")
+
+
+def parse_with_shapes(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
+    """Reads a command line with shapes, by name; a name of none ends the program."""
+    options = parser.parse_args(arguments)
     try:
         options.shapes = {name: shape_of(name, gated=options.gated) for name in options.shapes}
     except ValueError as error:
         parser.error(str(error))
+    return options
 
 
 def positive(text: str) -> float:

@@ -31,7 +31,7 @@ from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.memory import MemoryPlan, plan_memory
 from flashmoe_megatron.weights import WeightGrad
-from tools.arguments import add_shapes, not_negative, parser_of, read_shapes
+from tools.arguments import add_shapes, not_negative, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log
 
@@ -159,9 +159,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--ranks", type=int, default=4, help="where there is no GPU")
     add("--tolerance", type=not_negative, default=256 * 2**10, help="bytes, for small tables")
     common.add_record_flags(parser, a_line="layer")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def main(arguments: list[str]) -> int:

@@ -408,17 +408,20 @@ MICRO_BATCHES = 4
 
 
 def watched_copies(monkeypatch: pytest.MonkeyPatch, *, of_backwards: bool = False) -> list[bool]:
-    """Whether forwards, or backwards, find copies of their weights, from now on."""
+    """Returns a list that will have an entry of each forward: whether it finds copies of weights.
+
+    With ``of_backwards`` its entries are of backwards.
+    """
     name, place = ("backward", 13) if of_backwards else ("forward", 9)
-    told: list[bool] = []
+    entries: list[bool] = []
     launch = getattr(ops, name)
 
     def tell(*arguments: Any) -> None:
-        told.append(arguments[place])
+        entries.append(arguments[place])
         launch(*arguments)
 
     monkeypatch.setattr(ops, name, tell)
-    return told
+    return entries
 
 
 def change(weights: list[ExpertWeights]) -> None:
@@ -440,18 +443,18 @@ def test_weights_quantized_once_a_step_change_no_bit(
     for _ in range(3):
         for share in promised:
             share.promise.give()
-        told = watched_copies(monkeypatch)
-        told_backward = watched_copies(monkeypatch, of_backwards=True)
+        forwards_find = watched_copies(monkeypatch)
+        backwards_find = watched_copies(monkeypatch, of_backwards=True)
         for number in range(MICRO_BATCHES):
             batch = replace(inputs, x=[x.roll(number, 0) for x in inputs.x])
             got = steps.step(layer, batch, promised)
-            finds = [number > 0] * num_ranks
-            assert told[-num_ranks:] == finds
-            assert told_backward[-num_ranks:] == (
-                finds if config.has_fp8_dgrad else [False] * num_ranks
+            wanted = [number > 0] * num_ranks
+            assert forwards_find[-num_ranks:] == wanted
+            assert backwards_find[-num_ranks:] == (
+                wanted if config.has_fp8_dgrad else [False] * num_ranks
             )
             steps.assert_same_bits(got, steps.step(other, batch, plain))
-            assert told[-num_ranks:] == told_backward[-num_ranks:] == [False] * num_ranks
+            assert forwards_find[-num_ranks:] == backwards_find[-num_ranks:] == [False] * num_ranks
         torch.cuda.synchronize()
         for share in promised:
             first = share.fc1[0]
@@ -540,8 +543,8 @@ def test_a_graph_of_a_step_quantizes_in_its_first_micro_batch(
         weights.promise.end()
         return found
 
-    told = watched_copies(monkeypatch)
-    told_backward = watched_copies(monkeypatch, of_backwards=True)
+    forwards_find = watched_copies(monkeypatch)
+    backwards_find = watched_copies(monkeypatch, of_backwards=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -554,9 +557,9 @@ def test_a_graph_of_a_step_quantizes_in_its_first_micro_batch(
         with torch.cuda.graph(piece, stream=stream):
             of_piece = both(batches[0])
         again = both(batches[0])
-        finds = [number > 0 for number in range(MICRO_BATCHES)] * 2 + [False, False, True]
-        assert told == finds
-        assert told_backward == [find and config.has_fp8_dgrad for find in finds]
+        wanted = [number > 0 for number in range(MICRO_BATCHES)] * 2 + [False, False, True]
+        assert forwards_find == wanted
+        assert backwards_find == [one and config.has_fp8_dgrad for one in wanted]
         for got, one in zip(again, before, strict=True):
             assert torch.equal(got, one)
         weights.promise.end()

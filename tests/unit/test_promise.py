@@ -332,31 +332,38 @@ class Launches:
     """What passes of a simulated kernel say of their copies.
 
     Attributes:
-        told: Whether a forward has found copies.
-        told_backward: Whether a backward has.
+        found: Whether a forward has found copies.
+        found_backward: Whether a backward has.
         sizes: The bytes of the copies that each pass has been given.
     """
 
     def __init__(self, config: MoEConfig, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
         simulated_gpus.install(Prompt(1, seed=1, slow=0), monkeypatch)
-        self.told: list[bool] = []
-        self.told_backward: list[bool] = []
+        self.found: list[bool] = []
+        self.found_backward: list[bool] = []
         self.sizes: list[int] = []
         forward, backward = ops.forward, ops.backward
 
         def tell(*arguments: Any) -> None:
-            self.told.append(arguments[9])
+            self.found.append(arguments[9])
             self.sizes.append(arguments[2].nbytes)
             forward(*arguments)
 
         def tell_backward(*arguments: Any) -> None:
-            self.told_backward.append(arguments[13])
+            self.found_backward.append(arguments[13])
             self.sizes.append(arguments[3].nbytes)
             backward(*arguments)
 
         monkeypatch.setattr(ops, "forward", tell)
         monkeypatch.setattr(ops, "backward", tell_backward)
         self.backend = simulated_gpus.make_backend(config, 0, **options)
+
+
+def launches_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> tuple[Launches, cases.Inputs]:
+    """A simulated kernel that multiplies in FP8 in both directions, and what its passes get."""
+    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
+    launches = Launches(config, monkeypatch, keep="all")
+    return launches, cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("keep", ["all", "inputs"])
@@ -374,18 +381,18 @@ def test_launches_of_the_kernel(experts: str, keep: str, monkeypatch: pytest.Mon
             micro_batch(launches.backend, inputs, weights)
         promise.end()
     forwards = MICRO_BATCHES * (2 if keep == "inputs" else 1)
-    assert launches.told == [number > 0 for number in range(forwards)] * STEPS
+    assert launches.found == [number > 0 for number in range(forwards)] * STEPS
     in_fp8 = config.has_fp8_dgrad
     finds = [in_fp8 and number > 0 for number in range(MICRO_BATCHES)]
-    assert launches.told_backward == finds * STEPS
+    assert launches.found_backward == finds * STEPS
     again = [1024] if keep == "inputs" else []
     assert launches.sizes == [1024, *again, 2048] * MICRO_BATCHES * STEPS
     (forward, backward) = (promise._made.get(maker) for maker in (COPIES, TRANSPOSES))
     assert forward.nbytes == 1024
     assert (backward.nbytes if in_fp8 else backward) == (2048 if in_fp8 else None)
     micro_batch(launches.backend, inputs, weights)
-    assert not any(launches.told[STEPS * forwards :])
-    assert not any(launches.told_backward[STEPS * MICRO_BATCHES :])
+    assert not any(launches.found[STEPS * forwards :])
+    assert not any(launches.found_backward[STEPS * MICRO_BATCHES :])
     assert launches.sizes[-2:] == [2048, 2048]
 
 
@@ -393,16 +400,14 @@ def test_layers_on_the_kernel_do_not_share_what_they_keep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the last layer's transposes would be every layer's."""
-    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
-    launches = Launches(config, monkeypatch, keep="all")
-    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
+    launches, inputs = launches_in_both_directions(monkeypatch)
     layers = [weights_of(inputs, Promise()) for _ in range(2)]
     for layer in layers:
         layer.promise.give()
     for _ in range(2):
         for layer in layers:
             micro_batch(launches.backend, inputs, layer)
-    assert launches.told == launches.told_backward == [False, False, True, True]
+    assert launches.found == launches.found_backward == [False, False, True, True]
     kept = [layer.promise._made[maker] for layer in layers for maker in (COPIES, TRANSPOSES)]
     assert len({one.data_ptr() for one in kept}) == 4
 
@@ -411,30 +416,24 @@ def test_layers_on_the_kernel_do_not_share_what_they_keep(
 def test_a_change_between_two_backwards_has_both_directions_quantize_again(
     change: Callable[[list[torch.Tensor]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
-    launches = Launches(config, monkeypatch, keep="all")
-    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
-    promise = Promise()
-    weights = weights_of(inputs, promise)
-    promise.give()
+    launches, inputs = launches_in_both_directions(monkeypatch)
+    weights = weights_of(inputs, Promise())
+    weights.promise.give()
     for _ in range(2):
         micro_batch(launches.backend, inputs, weights)
     change([*weights.fc2])
     for _ in range(2):
         micro_batch(launches.backend, inputs, weights)
-    assert launches.told == launches.told_backward == [False, True, False, True]
+    assert launches.found == launches.found_backward == [False, True, False, True]
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_launch_that_fails_has_made_no_copies(
     direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = cases.make_config(**{**IN_FP8, "experts": "fp8_dgrad"})
-    launches = Launches(config, monkeypatch, keep="all")
-    inputs = cases.make_inputs(config, cases.uniform, [5], dtype=torch.bfloat16)
-    promise = Promise()
-    weights = weights_of(inputs, promise)
-    promise.give()
+    launches, inputs = launches_in_both_directions(monkeypatch)
+    weights = weights_of(inputs, Promise())
+    weights.promise.give()
     tell = getattr(ops, direction)
 
     def fail(*_: Any) -> None:
@@ -446,10 +445,10 @@ def test_a_launch_that_fails_has_made_no_copies(
     monkeypatch.setattr(ops, direction, tell)
     for _ in range(2):
         micro_batch(launches.backend, inputs, weights)
-    told, other = launches.told, launches.told_backward
+    failed, other = launches.found, launches.found_backward
     if direction == "backward":
-        told, other = other, told[1:]
-    assert told == [False, True]
+        failed, other = other, failed[1:]
+    assert failed == [False, True]
     assert other == [direction == "backward", True]
 
 

@@ -59,8 +59,8 @@ from tools.arguments import (
     add_shapes,
     exponent,
     not_negative,
+    parse_with_shapes,
     parser_of,
-    read_shapes,
     row_bound,
     share,
 )
@@ -337,9 +337,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--allow-cpu", action="store_true", help="without a GPU: the reference")
     common.add_record_flags(parser, a_line="measurement")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def main(arguments: list[str]) -> int:

@@ -49,6 +49,14 @@ def has_gpu() -> bool:
     return False
 
 
+def can_train(script: Path) -> bool:
+    """Tells whether Megatron-LM's script can train here; prints a line if not."""
+    if script.is_file():
+        return has_gpu()
+    print(f"error: {script} is no file, wanted Megatron-LM's script", file=sys.stderr)
+    return False
+
+
 def machine(commit: str | None = None) -> dict[str, Any]:
     """Everything about the machine and the software that a figure depends on.
 

@@ -39,7 +39,7 @@ from flashmoe_megatron.bench.problem import make_problem
 from flashmoe_megatron.bench.shapes import Shape, shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import add_shapes, parser_of, read_shapes
+from tools.arguments import add_shapes, add_turns, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -158,13 +158,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rank-invariant", action="store_true", help="the first also with rank_invariant")
     add_shapes(parser, ["paper-8k", "qwen3-30b"])
     add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
-    add("--one-of", type=count, default=4, help="1/N of the experts")
-    add("--turns", type=count, default=8, help="of each library")
+    add_turns(parser, 8, each="library")
     add("--launches", type=count, default=20, help="of a turn")
     common.add_record_flags(parser, a_line="shape")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def main(arguments: list[str]) -> int:

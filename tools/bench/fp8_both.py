@@ -22,11 +22,11 @@ from examples.arguments import count
 from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
-from flashmoe_megatron.config import Experts
+from flashmoe_megatron.config import Experts, MoEConfig
 from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
-from tools.arguments import add_shapes, parser_of, read_shapes
+from tools.arguments import add_shapes, add_turns, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import log
 
@@ -34,9 +34,8 @@ from tools.bench.common import log
 class Layer:
     """One layer in one precision, with the tokens, routing and weights of a problem."""
 
-    def __init__(self, problem: Problem, experts: Experts, sums: list[list[WeightGrad]]) -> None:
+    def __init__(self, problem: Problem, config: MoEConfig, sums: list[list[WeightGrad]]) -> None:
         """Makes the layer; ``sums`` take gradients of fc1's and of fc2's weights."""
-        config = replace(problem.config, experts=experts)
         self._backend = select_backend(
             config, None, "cuda", kind="kernel", keep="all", row_bound=common.ROW_BOUND
         )
@@ -74,9 +73,10 @@ def measure(problem: Problem, turns: int, times: int) -> dict[str, list[float]]:
     ]
     takers = {}
     for experts in get_args(Experts):
-        layer = Layer(problem, experts, sums)
+        config = replace(problem.config, experts=experts)
+        layer = Layer(problem, config, sums)
         takers[experts] = partial(layer.turn_ms, times)
-        if layer._backend.config.in_fp8:
+        if config.in_fp8:
             takers[f"{experts} step"] = partial(layer.turn_ms, times, is_step=True)
     return in_turns(takers, turns)
 
@@ -85,24 +85,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = parser_of(__doc__)
     add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
-    parser.add_argument("--one-of", type=count, default=4, help="1/N of the experts")
-    parser.add_argument("--turns", type=count, default=7, help="of each kind")
+    add_turns(parser, 7, each="kind")
     parser.add_argument("--times", type=count, default=6, help="both directions in a turn")
     common.add_record_flags(parser, a_line="shape")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; the status is 2 without a GPU."""
     options = parse(arguments)
-    shares_of(options.shapes, options.one_of)
+    shapes = shares_of(options.shapes, options.one_of)
     if not common.has_gpu():
         return 2
     record = common.Record(options.out, **common.machine(options.commit))
-    for name, shape in options.shapes.items():
-        problem = make_problem(shape.one_of(options.one_of))
+    for name, shape in shapes.items():
+        problem = make_problem(shape)
         times = measure(problem, options.turns, options.times)
         plain = statistics.median(times["bf16"])
         told = [

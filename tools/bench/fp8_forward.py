@@ -22,7 +22,7 @@ from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import add_shapes, parser_of, read_shapes
+from tools.arguments import add_shapes, add_turns, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import log
 
@@ -213,24 +213,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = parser_of(__doc__)
     add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
-    parser.add_argument("--one-of", type=count, default=4, help="1/N of the experts")
-    parser.add_argument("--turns", type=count, default=7, help="of each precision")
+    add_turns(parser, 7, each="precision")
     parser.add_argument("--launches", type=count, default=10, help="of a turn")
     common.add_record_flags(parser, a_line="shape")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; the status is 2 without a GPU."""
     options = parse(arguments)
-    shares_of(options.shapes, options.one_of)
+    shapes = shares_of(options.shapes, options.one_of)
     if not common.has_gpu():
         return 2
     record = common.Record(options.out, **common.machine(options.commit))
-    for name, shape in options.shapes.items():
-        problem = make_problem(shape.one_of(options.one_of))
+    for name, shape in shapes.items():
+        problem = make_problem(shape)
         ranks = {precision: lone_rank(problem, precision) for precision in ("bf16", "fp8")}
         takers = {
             precision: partial(turn_ms, rank, problem, options.launches)

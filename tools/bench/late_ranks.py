@@ -27,7 +27,7 @@ from flashmoe_megatron.bench.problem import Problem, Router, make_problem
 from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.timer import everyone, wait_for_all
 from flashmoe_megatron.bench.unfused import GroupedWeights, dispatch, experts
-from tools.arguments import add_shapes, exponent, parser_of, read_shapes
+from tools.arguments import add_shapes, exponent, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log
 
@@ -121,9 +121,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="what our layer runs on",
     )
     common.add_record_flags(parser, a_line="shape and way")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def measure(options: argparse.Namespace, arguments: list[str]) -> None:

@@ -34,7 +34,7 @@ from flashmoe_megatron.bench.megatron_layer import MegatronLayer
 from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import Shape, shares_of
 from flashmoe_megatron.bench.timer import wait_for_all
-from tools.arguments import add_shapes, parser_of, read_shapes
+from tools.arguments import add_shapes, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import Record, log
 from tools.bench.gate import pass_gate
@@ -150,9 +150,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--one-of", type=count, default=1, help="1/N of the experts, on one GPU")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     common.add_record_flags(parser, a_line="layer and pass")
-    options = parser.parse_args(arguments)
-    read_shapes(parser, options)
-    return options
+    return parse_with_shapes(parser, arguments)
 
 
 def main(arguments: list[str]) -> int:

@@ -92,10 +92,7 @@ def main(arguments: list[str]) -> int:
                 seen = folder_of(options.out, model, options.gpus) / f"{arm.name}.seen"
                 print(" ".join(command_of(model, arm, script, seen, options.gpus)))
         return 0
-    if not script.is_file():
-        print(f"error: {script} is no file, wanted Megatron-LM's script", file=sys.stderr)
-        return 2
-    if not common.has_gpu():
+    if not common.can_train(script):
         return 2
     return run_all(options, models, script)
 

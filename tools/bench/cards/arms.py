@@ -54,6 +54,11 @@ class Arm:
         return self.variant in EXPERTS
 
     @property
+    def has_fp8_experts(self) -> bool:
+        """Tells whether flashmoe computes experts in blockwise FP8."""
+        return self.dispatcher == "flashmoe" and self.in_fp8
+
+    @property
     def noise(self) -> str:
         """The name of the run that tells the noise of this one's routing."""
         return Arm("alltoall", "pieces", self.is_forced, "noise").name
@@ -70,8 +75,8 @@ class Arm:
             words.append("--moe-permute-fusion")
         if self.in_fp8:
             words += FP8.split()
-            if self.dispatcher == "flashmoe":
-                words += EXPERTS[self.variant].split()
+        if self.has_fp8_experts:
+            words += EXPERTS[self.variant].split()
         if self.is_forced:
             words += FORCED.split()
         if self.dispatcher == "flashmoe" and self.graph == "whole":

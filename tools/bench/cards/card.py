@@ -122,8 +122,7 @@ def row_need(row_blocks: int, model: Model, gpus: int) -> float:
 
 def reference_of(arm: Arm) -> str:
     """The arm whose losses an arm's are compared with: flashmoe's in FP8 with alltoall's in FP8."""
-    is_pair = arm.dispatcher == "flashmoe" and arm.in_fp8
-    return Arm("alltoall", "pieces", arm.is_forced, "fp8" if is_pair else "").name
+    return Arm("alltoall", "pieces", arm.is_forced, "fp8" if arm.has_fp8_experts else "").name
 
 
 def band_of(arm: Arm, records: Records) -> Band | None:
@@ -137,8 +136,8 @@ def band_of(arm: Arm, records: Records) -> Band | None:
     count = min(len(ours["losses"]), len(theirs["losses"]))
     noise_losses = None
     # The run that tells the noise is in bfloat16, and so tells none of a pair in FP8.
-    of_pair = not (arm.dispatcher == "flashmoe" and arm.in_fp8) and arm.name != arm.noise
-    if of_pair and noise is not None and noise["ended"] == "complete":
+    has_noise = not arm.has_fp8_experts and arm.name != arm.noise
+    if has_noise and noise is not None and noise["ended"] == "complete":
         noise_losses = noise["losses"][:count]
     return Band.between(ours["losses"][:count], theirs["losses"][:count], noise_losses)
 

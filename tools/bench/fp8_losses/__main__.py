@@ -45,10 +45,7 @@ def main(arguments: list[str]) -> int:
             seen = options.out / f"{run.name}.json"
             print(" ".join(run.command(script, seen, text, options.iterations)))
         return 0
-    if not script.is_file():
-        print(f"error: {script} is no file, wanted Megatron-LM's script", file=sys.stderr)
-        return 2
-    if not common.has_gpu():
+    if not common.can_train(script):
         return 2
     kept = options.out / "fp8_losses.jsonl"
     found = {line["run"]: line for line in common.read_record(kept)} if kept.is_file() else {}

@@ -148,6 +148,14 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         (second.name, 2),
         (first.name, 1),
     ]
+    of_one = [f"{second.name}/{names[2]}", f"{first.name}/{names[1]}", names[0]]
+    chosen = all_todo(tmp_path, [first, second], 1, of_one)
+    assert [f"{model.name}/{arm.name}" for model, arm in chosen] == [
+        of_one[0],
+        f"{first.name}/{names[0]}",
+        f"{second.name}/{names[0]}",
+        of_one[1],  # which has failed before
+    ]
     order = [(model.name, arm) for model, arm in all_todo(tmp_path, [first, second], 1)]
     fresh = [(first.name, arm) for arm in arms[4:]]
     fresh += [(second.name, arm) for arm in arms_of(second, 1)]
@@ -364,6 +372,14 @@ def test_what_cannot_be_run_is_an_error(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_name_of_no_arm_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    slots = "flashmoe-slots-whole-natural"
+    for name, gpus in ((slots, 1), (f"{MODELS[1].name}/{slots}", 2), ("flashmoe", 2)):
+        with pytest.raises(SystemExit):
+            cards.main(["run", "--gpus", str(gpus), "--arms", OURS.name, name])
+        assert f"got --arms {name}, wanted {OURS.name}, " in capsys.readouterr().err
+
+
 def test_an_arm_that_fails_shows_why_and_is_tried_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,20 +409,22 @@ import sys, time
 from pathlib import Path
 from tools.bench.cards.watched import wait_for_turn
 folder, name, others = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+begin = folder / "begin"
 (folder / f"{name}.imported").touch()
+if len(list(folder.glob("*.imported"))) == others:
+    time.sleep(0.3)
+    begin.touch()
 
 def train():
     with (folder / "order").open("a") as order:
-        print(name, "begins", file=order, flush=True)
-        while len(list(folder.glob("*.imported"))) < others:
-            time.sleep(0.01)
+        print(name, "begins" if begin.exists() else "is early", file=order, flush=True)
         print(name, "ends", file=order, flush=True)
 
 wait_for_turn(train)()
 """
 
 
-def test_arms_import_at_the_same_time_and_train_one_after_another(
+def test_arms_start_at_the_same_time_and_train_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "pretrain_gpt.py").write_text(TAKES_ITS_TURN)
@@ -419,6 +437,7 @@ def test_arms_import_at_the_same_time_and_train_one_after_another(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cards.common, "machine", lambda commit: {"commit": commit})
     arguments = ["run", "--megatron", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments += ["--begin", str(tmp_path / "begin")]  # the last arm that starts makes it
     assert cards.main([*arguments, "--models", QWEN3.name, "--arms", *names]) == 1
     order = (tmp_path / "order").read_text().split("\n")
     assert order == [*(f"{name} {what}" for name in names for what in ("begins", "ends")), ""]

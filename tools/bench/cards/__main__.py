@@ -28,7 +28,7 @@ PICTURE = Path(__file__).with_name("end_to_end.svg")
 ENDING_S = 25.0
 """Left of the time when an arm's limit is over, for ending it and writing what came of it."""
 AHEAD = 8
-"""Arms that import together and wait; each takes some 3 GiB of the host's memory."""
+"""Arms that start together and wait; each rank takes some 3 GiB of the host's memory."""
 LEAST_S = 30.0
 """An arm is not begun if less is left: it would not get past its first iterations."""
 ARM_S = 150.0
@@ -57,7 +57,18 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--minutes", type=float, default=9.0, help="for all arms together")
     run.add_argument("--arm-seconds", type=float, default=ARM_S, help="for one arm at most")
     run.add_argument(
-        "--arms", nargs="+", help="names, in the order to run them; default: all without a result"
+        "--arms",
+        nargs="+",
+        help="ARM or MODEL/ARM, in the order to run them; default: all without a result",
+    )
+    run.add_argument(
+        "--ahead", type=int, default=AHEAD, help="arms that start together, and then take turns"
+    )
+    run.add_argument(
+        "--begin",
+        type=Path,
+        help="a file: arms start, but none trains before it is there, and the minutes count from "
+        "then; so programs of others can still use the GPUs",
     )
     run.add_argument("--commit", help="what is measured, where the checkout has no git")
     run.add_argument(
@@ -92,26 +103,40 @@ def main(arguments: list[str]) -> int:
                 seen = folder_of(options.out, model, options.gpus) / f"{arm.name}.seen"
                 print(" ".join(command_of(model, arm, script, seen, options.gpus)))
         return 0
+    arms, arms_of_models = names_of_arms(models, options.gpus)
+    unknown = [name for name in options.arms or () if name not in {*arms, *arms_of_models}]
+    if unknown:
+        parser.error(f"got --arms {', '.join(unknown)}, wanted {', '.join(arms)}, or MODEL/ARM")
     if not common.can_train(script):
         return 2
     return run_all(options, models, script)
 
 
+def names_of_arms(models: list[Model], gpus: int) -> tuple[list[str], list[str]]:
+    """Returns what ``--arms`` may name on so many GPUs: arms of all models, and those of each."""
+    arms = [(model, arm) for model in models for arm in arms_of(model, gpus)]
+    of_all = dict.fromkeys(arm.name for _, arm in arms)
+    return list(of_all), [f"{model.name}/{arm.name}" for model, arm in arms]
+
+
 def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> int:
     """Runs arms while there is time; the exit status is 1 if any failed."""
-    end = time.monotonic() + 60 * options.minutes
+    end = None
     todo = all_todo(options.out, models, options.gpus, options.arms)
     failed = False
     waiting: deque[Started] = deque()
     with ExitStack() as stack:
         while todo or waiting:
-            # All of a batch import before its first arm counts, so that no import delays another.
-            batch = [] if waiting else todo[:AHEAD]
+            # All of a batch start before its first arm counts, so that no start delays another.
+            batch = [] if waiting else todo[: options.ahead]
             for model, arm in batch:
                 folder = folder_of(options.out, model, options.gpus)
                 waiting.append(Started(model, arm, script, folder, options.gpus))
                 stack.callback(waiting[-1].leave)
             todo = todo[len(batch) :]
+            if end is None:
+                wait_for(options.begin)
+                end = time.monotonic() + 60 * options.minutes
             started = waiting.popleft()
             limit_s = min(options.arm_seconds, end - time.monotonic() - ENDING_S)
             if limit_s < LEAST_S:
@@ -119,6 +144,12 @@ def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> i
                 break
             failed |= not is_done(run_one(options, started, limit_s))
     return int(failed)
+
+
+def wait_for(file: Path | None) -> None:
+    """Waits until a file is there; returns at once without one."""
+    while file is not None and not file.exists():
+        time.sleep(0.02)
 
 
 def run_one(options: argparse.Namespace, started: Started, limit_s: float) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def all_todo(
         out: The folder of all cards.
         models: The models of these cards, in their order.
         gpus: GPUs of a training.
-        names: Arms; no others are run, and one arm of all cards is run ahead of the next arm.
+        names: Arms, either of all cards or as MODEL/ARM of one; no others are run. They run in
+            this order, one arm of all cards ahead of the next arm.
     """
     fresh, again = [], []
     for model in models:
@@ -72,5 +73,11 @@ def all_todo(
             (again if arm.name in records else fresh).append((model, arm))
     if not names:
         return fresh + again
-    chosen = [[each for each in part if each[1].name in names] for part in (fresh, again)]
-    return [each for part in chosen for each in sorted(part, key=lambda i: names.index(i[1].name))]
+    place = {name: i for i, name in enumerate(names)}
+
+    def place_of(each: tuple[Model, Arm]) -> int:
+        model, arm = each
+        return place.get(f"{model.name}/{arm.name}", place.get(arm.name, len(names)))
+
+    chosen = [[each for each in part if place_of(each) < len(names)] for part in (fresh, again)]
+    return [each for part in chosen for each in sorted(part, key=place_of)]

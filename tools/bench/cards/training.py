@@ -32,10 +32,10 @@ def command_of(model: Model, arm: Arm, script: Path, seen: Path, gpus: int) -> l
 
 
 class Started:
-    """An arm's process, which waits for its turn after its imports.
+    """An arm's process, which waits for its turn before it builds its model.
 
-    Imports take longer than all iterations together, and no GPU: arms that share a machine import
-    at the same time, and train one after another.
+    Imports and Megatron's start take longer than all iterations together, and next to nothing of a
+    GPU: arms that share a machine start at the same time, and train one after another.
 
     Args:
         model: The model that is trained.
@@ -54,6 +54,8 @@ class Started:
         variables = {
             "NCCL_NVLS_ENABLE": "0",
             "OMP_NUM_THREADS": "4",
+            # Else every rank of every waiting arm starts a process for each of the host's cores.
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
             watched.TURN: str(self._turn),
             **arm.variables,
         }

@@ -28,7 +28,7 @@ from tools.bench.cards.models import RECORDED
 LISTED = 12
 """Names of activities that are listed; the GPU waits longest for these."""
 TURN = "CARDS_TURN"
-"""The variable that names a file; a run begins on its GPU when the file is there."""
+"""The variable that names a file; a run builds its model when the file is there."""
 UNFUSED_STATUS = 3
 """The exit status of a run whose attention is unfused."""
 
@@ -129,9 +129,9 @@ class Watch:
 
 
 def wait_for_turn(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Has Megatron begin on a GPU when it is this run's turn, at once where it takes no turns."""
+    """Has Megatron build its model when it is this run's turn, at once where it takes no turns."""
 
-    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         turn, parent = os.environ.get(TURN), os.getppid()
         while turn and not os.path.exists(turn):
             if os.getppid() != parent:
@@ -139,13 +139,17 @@ def wait_for_turn(original: Callable[..., Any]) -> Callable[..., Any]:
             time.sleep(0.02)
         return original(*args, **kwargs)
 
-    return initialize_megatron
+    return setup_model_and_optimizer
 
 
 def take_turns() -> None:
-    """Has the training of this process wait for its turn after its imports."""
+    """Has the training of this process wait for its turn until Megatron is to build its model.
+
+    Megatron's imports and its start are over then. They take the GPU's context, and little memory.
+    """
     when_imported(
-        "megatron.training.initialize", lambda m: patch(m, "initialize_megatron", wait_for_turn)
+        "megatron.training.training",
+        lambda m: patch(m, "setup_model_and_optimizer", wait_for_turn),
     )
 
 

@@ -1,4 +1,4 @@
-"""Prints of the examples, and their verdict on a run against one of the framework's own."""
+"""Prints of the examples, and their verdict on a run, alone and against the framework's own."""
 
 import argparse
 import sys
@@ -52,6 +52,28 @@ def judge_reload(saved: float, reloaded: float) -> list[str]:
     if abs(reloaded - saved) <= (1e-2 if HAS_GPU else 1e-4):
         return []
     return ["the checkpoint does not give the loss that the saved model had"]
+
+
+def verdict(
+    losses: list[float], failures: list[str], args: argparse.Namespace, name: str = "loss"
+) -> int:
+    """Prints how far the loss of a run fell, and what is wrong; returns the exit status.
+
+    Args:
+        losses: The loss of each iteration.
+        failures: What else is wrong with the run.
+        args: Its ``train_iters``.
+        name: What the framework calls the loss.
+    """
+    if not mean_of_last(losses, args) < losses[0]:
+        failures = [*failures, f"the {name} did not fall"]
+    log(
+        f"{name} of flashmoe: {losses[0]:.3f} at the first iteration, "
+        f"{mean_of_last(losses, args):.3f} at the end"
+    )
+    for failure in failures:
+        log(f"failed: {failure}")
+    return 1 if failures else 0
 
 
 def mean_of_last(losses: list[float], args: argparse.Namespace) -> float:

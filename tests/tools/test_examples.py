@@ -40,7 +40,8 @@ def test_training_in_plain_pytorch():
     assert "2 ranks on processors, 2 share the experts" in ran.stdout
     lines = re.findall(r"iteration +(\d+)/20: loss ([\d.]+), [\d,]+ tokens/s, \d+% of", ran.stdout)
     assert [int(iteration) for iteration, _ in lines] == [10, 20]
-    first, last = map(float, re.findall(r"^loss ([\d.]+) to ([\d.]+)$", ran.stdout, re.M)[0])
+    fell = r"^loss of flashmoe: ([\d.]+) at the first iteration, ([\d.]+) at the end$"
+    first, last = map(float, re.findall(fell, ran.stdout, re.M)[0])
     assert last < first - 1
 
 

@@ -1,4 +1,4 @@
-"""What judges two runs of a training notices a loss that is no number."""
+"""What judges runs of a training notices a loss that is no number."""
 
 import argparse
 import math
@@ -24,3 +24,23 @@ def test_one_loss_that_is_no_number(monkeypatch, at: int, told: str) -> None:
 def test_a_checkpoint_that_gives_another_loss(loss: float) -> None:
     assert two_runs.judge_reload(2.0, 2.0) == []
     assert two_runs.judge_reload(2.0, loss) == two_runs.judge_reload(loss, 2.0) != []
+
+
+@pytest.mark.parametrize(
+    ("losses", "failures", "told"),
+    [
+        (FALLING, [], []),
+        (FALLING, ["the reason"], ["failed: the reason"]),
+        (FALLING[::-1], ["the reason"], ["failed: the reason", "failed: the lm loss did not fall"]),
+        ([*FALLING[:-1], math.nan], [], ["failed: the lm loss did not fall"]),
+    ],
+)
+def test_the_verdict_tells_of_every_failure(
+    monkeypatch, losses: list[float], failures: list[str], told: list[str]
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(two_runs, "log", said.append)
+    assert two_runs.verdict(losses, failures, ARGS, "lm loss") == bool(told)
+    first, *rest = said
+    assert first.startswith(f"lm loss of flashmoe: {losses[0]:.3f} at the first iteration, ")
+    assert rest == told

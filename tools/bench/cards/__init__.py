@@ -14,10 +14,10 @@ with CUDA graphs of pieces or with one graph of the iteration, with the routing 
 learns or with forced balance. An arm is a process of 30 iterations, and the last ten count.
 Three more are recorded for the time that the GPU is busy.
 
-``run`` runs one arm after another until the time is over, and the arms to come import meanwhile.
-Called again, it goes on where it stopped, also days later and on another machine that has the
-folder; the card then names both. A run whose attention Transformer Engine does not fuse ends after
-its first iteration, and is no result.
+``run`` runs one arm after another until the time is over. Arms start together, and wait for their
+turn before they build their models. Called again, it goes on where it stopped, also days later and
+on another machine that has the folder; the card then names both. A run whose attention Transformer
+Engine does not fuse ends after its first iteration, and is no result.
 
 ``keep`` adds results to a file in ``tools/bench/results``, which has the cards of all models on one
 kind and number of GPUs, a line for each arm. From these files ``picture`` draws the README's

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -13,7 +14,7 @@ from torch._C._functorch import unwrap_if_dead
 from flashmoe_megatron.adapted import AdaptedGrads, AdaptedWeights
 from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
 from flashmoe_megatron.checks import check_choices_dtype, check_readable
-from flashmoe_megatron.eager import eager, unseen
+from flashmoe_megatron.eager import eager, hidden
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.low_rank import NO_FACTORS
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
@@ -68,7 +69,7 @@ class Gradients(NamedTuple):
     main_grads: MainGrads | None = None
 
 
-ORDINARY = Gradients()
+ORDINARY, FUSED = Gradients(), Gradients(accumulate_into_main_grad=True)
 
 
 class LayerCall(NamedTuple):
@@ -172,11 +173,18 @@ def moe_apply(
         ConfigError: In backward, if some rank has no backward of this call; that rank raises an
             error in its next call.
     """
-    gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
-    with Together(backend, may_be_void=True) as together:
+    gradients = FUSED if accumulate_into_main_grad else ORDINARY
+    if after_backward is not None or main_grads is not None:
+        gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
+    num_calls = backend.num_calls
+    try:
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
         call = LayerCall(backend, weights, routing, gradients, layer, router, on_saved)
         return apply(call, x, given, ordered_grads=ordered_grads)
+    except Exception as error:
+        together = Together(backend, may_be_void=True, num_calls=num_calls)
+        if not together.ends(error):
+            raise
     if router is not None:
         router.spoil()  # no forward fills its tensors in
     of_routes = topk_weight if probs is None else probs
@@ -192,19 +200,18 @@ def apply(
         weights.check(backend.config)
     if isinstance(weights, AdaptedWeights):
         _check_additions(backend)
-    parameters = _tensors_of(weights) if torch.is_grad_enabled() else []
+    parameters: Sequence[torch.Tensor] = weights.tensors if torch.is_grad_enabled() else ()
     if not parameters or not any(map(_requires_grad, (x, probs, *parameters))):
         assert call.routing_map is not None
-        with unseen():
-            return backend.forward(
-                x,
-                probs,
-                call.routing_map,
-                _as_taken(weights, backend),
-                training=False,
-                layer=call.layer,
-                router=call.router,
-            )[0]
+        return hidden(backend.forward)(
+            x,
+            probs,
+            call.routing_map,
+            _as_taken(weights, backend),
+            training=False,
+            layer=call.layer,
+            router=call.router,
+        )[0]
     if ordered_grads:
         # Each view is a node with a place of its own in the order of backward.
         parameters = [parameter.view_as(parameter) for parameter in parameters]
@@ -252,7 +259,7 @@ def void_call(
     assert probs is not None
     _as_taken(weights, backend)  # as the backward does, or this rank cannot take part in it
     call = LayerCall(backend, weights, None, gradients, void=together.void.of(probs))
-    return _node(call, x, probs, _tensors_of(weights))
+    return _node(call, x, probs, weights.tensors)
 
 
 def _one_routing(
@@ -301,19 +308,18 @@ class _RoutedExperts(torch.autograd.Function):
         else:
             assert routing_map is not None
             keeps_inputs = backend.keep == "inputs"
-            with unseen():
-                out, saved = backend.forward(
-                    x,
-                    probs,
-                    routing_map,
-                    _as_taken(weights, backend),
-                    training=not keeps_inputs,
-                    followed=True,
-                    layer=call.layer,
-                    router=call.router,
-                    trains_fc1=_trains_fc1(ctx, weights),
-                    gives_rows=_gives_rows(ctx, weights),
-                )
+            out, saved = hidden(backend.forward)(
+                x,
+                probs,
+                routing_map,
+                _as_taken(weights, backend),
+                training=not keeps_inputs,
+                followed=True,
+                layer=call.layer,
+                router=call.router,
+                trains_fc1=_trains_fc1(ctx, weights),
+                gives_rows=_gives_rows(ctx, weights),
+            )
             if not isinstance(saved, NaNResult):
                 rows = getattr(saved, "rows", None)
                 if isinstance(rows, torch.Tensor):
@@ -326,7 +332,7 @@ class _RoutedExperts(torch.autograd.Function):
         ctx.skeleton = _take_tensors(saved, tensors)
         # The parameters and not views of them: ZeRO-3 frees and gathers them in between.
         main_grads = call.gradients.main_grads
-        inputs = _tensors_of(weights) if main_grads is None else ()
+        inputs = weights.tensors if main_grads is None else ()
         ctx.save_for_backward(*inputs, *tensors)
         ctx.versions = 0 if main_grads is None else _versions_of(weights)
         ctx.backend = backend
@@ -349,13 +355,12 @@ class _RoutedExperts(torch.autograd.Function):
             raise told_error(ctx.backend.rank, reason_of(error))
         gradients: Gradients = ctx.gradients
         main_grads = gradients.main_grads
-        num_weights = len(_tensors_of(ctx.owners))
-        num_saved = num_weights if main_grads is None else 0
-        values = ctx.saved_tensors
+        values, num_saved = ctx.saved_tensors, 0
+        weights = ctx.owners
         if main_grads is None:
-            weights = _with_tensors(ctx.owners, values[:num_weights])
+            num_saved = len(weights.tensors)
+            weights = _with_tensors(weights, values[:num_saved])
         else:
-            weights = ctx.owners
             _check_not_changed(weights, ctx.versions)
         saved = _give_tensors(ctx.skeleton, values[num_saved:])
         if isinstance(saved, _Inputs):
@@ -419,7 +424,7 @@ _Targets = Mapping[str, Sequence[WeightGrad | None]]
 
 def _wanted(ctx: Any, weights: ExpertWeights | SplitWeights) -> tuple[bool, ...]:
     """Tells which weights' gradients are wanted, in their order: not those of frozen ones."""
-    return tuple(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + len(_tensors_of(weights))])
+    return tuple(ctx.needs_input_grad[_NUM_BEFORE : _NUM_BEFORE + len(weights.tensors)])
 
 
 def _trains_fc1(ctx: Any, weights: ExpertWeights | SplitWeights) -> bool:
@@ -494,17 +499,23 @@ class _Destinations:
         main_grads = self._main_grads
         grads: list[torch.Tensor | None] = []
         for kind in _KINDS:
-            targets = self.targets[kind]
+            targets, owners = self.targets[kind], getattr(self._owners, kind)
+            are_added = _all_add(targets)
             if main_grads is not None and not main_grads.gives_dummies:
-                grads += (None if _adds(target) else _buffer(target) for target in targets)
+                grads += (None if _adds(one) else _buffer(one) for one in targets)
                 continue
-            pairs = list(zip(getattr(self._owners, kind), targets, strict=True))
-            added = [owner for owner, target in pairs if _adds(target)]
+            added = owners
+            if not are_added:
+                added = [one for one, to in zip(owners, targets, strict=True) if _adds(to)]
             if main_grads is None:
                 for owner in added:
                     owner.grad_added_to_main_grad = True
             dummies = dummy_grads(added)
-            grads += (next(dummies) if _adds(target) else _buffer(target) for _, target in pairs)
+            if are_added:
+                grads += dummies
+            else:
+                left = iter(dummies)
+                grads += (next(left) if _adds(one) else _buffer(one) for one in targets)
         return tuple(grads)
 
     def fc2_in_main_grad(self) -> list[torch.Tensor]:
@@ -515,6 +526,11 @@ class _Destinations:
 
 def _adds(target: WeightGrad | None) -> bool:
     return target is not None and target.accumulate
+
+
+def _all_add(targets: Sequence[WeightGrad | None]) -> bool:
+    given: Any = targets
+    return None not in given and all(map(itemgetter(1), given))  # by loops in C
 
 
 def _buffer(target: WeightGrad | None) -> torch.Tensor | None:
@@ -533,18 +549,24 @@ def _target(owner: Any, adds: bool, is_wanted: bool) -> WeightGrad | None:
 
 
 def _targets(owners: ExpertWeights, adds: Sequence[bool], wanted: Sequence[bool]) -> _Targets:
-    left = zip(adds, wanted, strict=True)
-    return {
-        kind: [_target(owner, *next(left)) for owner in getattr(owners, kind)] for kind in _KINDS
-    }
+    """The targets of parameters' gradients, of which main_grads get those that ``adds`` says."""
+    found: dict[str, list[WeightGrad | None]] = {}
+    begin = 0
+    for kind in _KINDS:
+        tensors = getattr(owners, kind)
+        end = begin + len(tensors)
+        adding, wanting = adds[begin:end], wanted[begin:end]
+        main_grads = _main_grads_of(tensors) if all(adding) and all(wanting) else None
+        found[kind] = main_grads or list(map(_target, tensors, adding, wanting))
+        begin = end
+    return found
 
 
-def _main_grads_of(owners: ExpertWeights) -> _Targets:
-    """The targets of parameters that all have a main_grad, by loops in C."""
-    return {
-        kind: WeightGrad.added(map(attrgetter("main_grad"), getattr(owners, kind)))
-        for kind in _KINDS
-    }
+def _main_grads_of(owners: Sequence[Any]) -> list[WeightGrad | None] | None:
+    """The targets of parameters that all have a main_grad; else ``None``."""
+    buffers: list[Any] = [getattr(owner, "main_grad", None) for owner in owners]
+    has_none = [buffer is None for buffer in buffers]
+    return None if any(has_none) else [*WeightGrad.added(buffers)]
 
 
 def _destinations_of(
@@ -555,24 +577,33 @@ def _destinations_of(
         return _OwnBuffers(SplitGrads(weights, wanted, are_apart=ctx.backend.takes_split))
     if isinstance(weights, AdaptedWeights):
         return _OwnBuffers(AdaptedGrads(weights, wanted))
-    num_weights = len(_tensors_of(ctx.owners))
+    owners = ctx.owners
+    num_weights = len(owners.tensors)
     gradients: Gradients = ctx.gradients
     main_grads = gradients.main_grads
     if main_grads is None:
-        nodes = [node for node, _ in ctx.next_functions[-num_weights:]]
-        # The fusion is of weights, which come before biases.
-        num_fused = len(ctx.owners.fc1) + len(ctx.owners.fc2)
-        num_fused *= gradients.accumulate_into_main_grad
-        adds = [index < num_fused and accumulates(node) for index, node in enumerate(nodes)]
-        return _Destinations(ctx.owners, _targets(ctx.owners, adds, wanted))
+        adds = [False] * num_weights
+        if gradients.accumulate_into_main_grad:
+            # The fusion is of weights, which come before biases.
+            num_fused = len(owners.fc1) + len(owners.fc2)
+            nodes = map(itemgetter(0), ctx.next_functions[-num_weights:][:num_fused])
+            adds[:num_fused] = _accumulate(list(nodes))
+        return _Destinations(owners, _targets(owners, adds, wanted))
     # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
     if accumulates(_anchor().accumulator):
         chosen = main_grads.begin(None)
     else:
         chosen = main_grads.begin([node for node, _ in ctx.next_functions[-num_weights - 1 : -1]])
-    owners = ctx.owners
-    targets = _main_grads_of(owners) if chosen is None else _targets(owners, chosen, wanted)
-    return _Destinations(owners, targets, main_grads)
+    adds = [True] * num_weights if chosen is None else chosen
+    return _Destinations(owners, _targets(owners, adds, wanted), main_grads)
+
+
+def _accumulate(nodes: Sequence[Any]) -> list[bool]:
+    """Tells of each node what :func:`accumulates` does."""
+    try:
+        return list(map(torch._C._will_engine_execute_node, nodes))  # mostly it knows all
+    except (RuntimeError, TypeError):
+        return list(map(accumulates, nodes))
 
 
 def accumulates(node: Any) -> bool:
@@ -612,6 +643,8 @@ _JOINED = (SplitWeights, WrappedWeights, AdaptedWeights)
 
 
 def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> ExpertWeights:
+    if type(weights) is ExpertWeights and not weights.split:
+        return weights
     if isinstance(weights, SplitWeights) and backend.takes_split:
         return weights.apart()
     if isinstance(weights, ExpertWeights) and weights.split and not backend.takes_split:
@@ -624,21 +657,13 @@ def _as_taken(weights: ExpertWeights | SplitWeights, backend: Backend) -> Expert
     return weights
 
 
-def _tensors_of(weights: ExpertWeights | SplitWeights) -> list[torch.Tensor]:
-    """All tensors of either kind of weights, in the order of its fields."""
-    # Not by dataclasses.fields: this runs before every launch.
-    found: list[torch.Tensor] = []
-    for value in vars(weights).values():
-        if isinstance(value, tuple):
-            found += value
-    return found
-
-
 _Weights = TypeVar("_Weights", ExpertWeights, SplitWeights)
 
 
 def _with_tensors(weights: _Weights, tensors: tuple[torch.Tensor, ...]) -> _Weights:
-    """The same weights with other tensors, in the order of :func:`_tensors_of`."""
+    """The same weights with these tensors, which may be others, in their order."""
+    if all(map(operator.is_, tensors, weights.tensors)):  # hooks on saved tensors give others
+        return weights
     left = iter(tensors)
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(weights):
@@ -679,7 +704,7 @@ _version_of = attrgetter("_version")
 
 def _versions_of(weights: ExpertWeights | SplitWeights) -> int:
     """Counts how often weights were written in place; all that autograd does not keep itself."""
-    return sum(map(_version_of, _tensors_of(weights)))
+    return sum(map(_version_of, weights.tensors))
 
 
 def _check_not_changed(weights: ExpertWeights | SplitWeights, versions: int) -> None:
@@ -695,21 +720,24 @@ def _check_not_changed(weights: ExpertWeights | SplitWeights, versions: int) -> 
 _dummies: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}
 
 
-def dummy_grads(weights: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def dummy_grads(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients that only make hooks fire, of weights of one kind: one buffer for each shape.
 
     Tensors of their own, so that autograd takes each as the parameter's ``grad`` without a copy,
-    and all of a shape made by one call. Only stacks of several sizes differ in shape.
+    and all of a shape made by a loop in C. Only stacks of several sizes differ in shape.
     """
+    found: list[torch.Tensor] = []
     for shape, group in itertools.groupby(weights, key=attrgetter("shape")):
         alike = list(group)
         key = (shape, alike[0].dtype, alike[0].device)
         if key not in _dummies:
             _dummies[key] = torch.zeros(shape, dtype=alike[0].dtype, device=alike[0].device)
         dummy = _dummies[key]
-        if any(getattr(weight, "zero_out_wgrad", False) for weight in alike):
+        zeroed = [getattr(weight, "zero_out_wgrad", False) for weight in alike]
+        if any(zeroed):
             dummy.zero_()
-        yield from dummy.expand(len(alike), *shape).unbind()
+        found += map(torch.Tensor.detach, itertools.repeat(dummy, len(alike)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -733,15 +761,17 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if not is_sequence and (isinstance(value, type) or not dataclasses.is_dataclass(value)):
         return value
     items = list(value) if is_sequence else [getattr(value, name) for name in _names_of(kind)]
+    places: list[int] = []
     for at, item in enumerate(items):  # recurses only into items that may hold tensors
+        if type(item) in _HOLD_NONE:
+            continue
         if isinstance(item, torch.Tensor):
             tensors.append(item)
-            items[at] = _Taken(len(tensors) - 1)
+            items[at] = len(tensors) - 1
+            places.append(at)
         elif type(item) in (tuple, list) or dataclasses.is_dataclass(item):
             items[at] = _take_tensors(item, tensors)
-    if is_sequence:
-        return kind(items)
-    return _Rebuild(kind, dict(zip(_names_of(kind), items, strict=True)))
+    return _Rebuild(kind, items, places)
 
 
 @functools.cache
@@ -749,18 +779,32 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rebuild:
+_HOLD_NONE = frozenset((int, bool, float, str, torch.dtype, type(None)))
+"""Types of most items that hold no tensors."""
+
+
+class _Rebuild(NamedTuple):
+    """Makes a dataclass, a tuple or a list again.
+
+    Its items are tensors' indices at ``places``, perhaps others to be made again, and values.
+    """
+
     kind: type
-    fields: dict[str, Any]
+    items: list[Any]
+    places: list[int]
 
 
 def _give_tensors(skeleton: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-    if isinstance(skeleton, _Taken):
+    if type(skeleton) is _Taken:
         return tensors[skeleton.index]
-    if type(skeleton) in (tuple, list):
-        return type(skeleton)(_give_tensors(item, tensors) for item in skeleton)
-    if isinstance(skeleton, _Rebuild):
-        fields = {name: _give_tensors(item, tensors) for name, item in skeleton.fields.items()}
-        return skeleton.kind(**fields)
-    return skeleton
+    if type(skeleton) is not _Rebuild:
+        return skeleton
+    kind = skeleton.kind
+    items = [
+        _give_tensors(one, tensors) if type(one) is _Rebuild else one for one in skeleton.items
+    ]
+    for at in skeleton.places:
+        items[at] = tensors[items[at]]
+    if kind in (tuple, list):
+        return kind(items)
+    return kind(**dict(zip(_names_of(kind), items, strict=True)))

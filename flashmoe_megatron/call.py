@@ -504,23 +504,34 @@ class Together:
         may_be_void: The caller goes on after the block with an output of NaN where the others learn
             of the error late, or all put it off. Else the error is raised here at once, and where
             they learn of it late, once more in a later call.
+        num_calls: The backend's when the block began, for one that is no ``with`` block: before a
+            launch even this object takes a while, and it is made where :meth:`ends` is called.
     """
 
-    def __init__(self, backend: Backend, *, may_be_void: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, *, may_be_void: bool = False, num_calls: int | None = None
+    ) -> None:
         self.void: NaNResult | None = None
         self.error: Exception | None = None
         self._backend = backend
         self._may_be_void = may_be_void
-        self._num_calls = backend.num_calls
+        self._num_calls = backend.num_calls if num_calls is None else num_calls
 
     def __enter__(self) -> "Together":
         """Returns itself; nothing is sent before there is an error."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Tells the other ranks, unless the forward has begun, which does so itself."""
+        """Tells the other ranks."""
+        return isinstance(error, Exception) and self.ends(error)
+
+    def ends(self, error: Exception) -> bool:
+        """Tells the other ranks of the block's error, unless the forward has begun, which does so.
+
+        Returns whether the caller goes on with NaN; else it raises the error on.
+        """
         backend = self._backend
-        if not isinstance(error, Exception) or backend.num_calls != self._num_calls:
+        if backend.num_calls != self._num_calls:
             return False
         reason, told = reason_of(error), error
         if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:

@@ -45,17 +45,17 @@ def check_tokens(
     """
     if type(x) is not torch.Tensor or x.layout != torch.strided:
         check_readable("x", x)
-    is_map = routing_map.dtype == torch.bool
-    wanted = (len(x), config.num_experts) if x.dim() else ()
-    if not is_map and routing_map.dim() == 2 and routing_map.shape[1] <= config.topk:
-        wanted = (*wanted[:1], routing_map.shape[1])
+    shape, of_routing = x.shape, routing_map.shape
+    is_map, columns = routing_map.dtype == torch.bool, config.num_experts
+    if not is_map and len(of_routing) == 2 and of_routing[1] <= config.topk:
+        columns = of_routing[1]
     if (  # runs before every launch, while the GPU may be idle
-        x.dim() == 2
-        and x.shape[1] == config.hidden
-        and x.shape[0] <= config.max_tokens
+        len(shape) == 2
+        and shape[1] == config.hidden
+        and shape[0] <= config.max_tokens
         and x.dtype == dtype
-        and probs.shape == wanted
-        and routing_map.shape == wanted
+        and of_routing == (shape[0], columns)
+        and probs.shape == of_routing
         and (probs.dtype == torch.float32 or probs.dtype == dtype)
         and (is_map or routing_map.dtype in INDEX_DTYPES)
         and x.device == probs.device == routing_map.device == device

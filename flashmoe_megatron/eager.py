@@ -68,13 +68,22 @@ def unseen() -> AbstractContextManager[object]:
     return _disable_current_modes() if _num_modes() else _NOTHING
 
 
+def hidden(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Returns a function whose operators are :func:`unseen`; itself where there are no modes."""
+    if not _num_modes():
+        return function
+
+    def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        with unseen():
+            return function(*args, **kwargs)
+
+    return run
+
+
 def _is_seen_into() -> bool:
-    return (
-        _transform() is not None
-        or _mode(_FAKE) is not None
-        or _mode(_PROXY) is not None
-        or _tracing_state() is not None
-    )
+    if _transform() is not None or _tracing_state() is not None:
+        return True
+    return _num_modes() > 0 and (_mode(_FAKE) is not None or _mode(_PROXY) is not None)
 
 
 def _refuse() -> NoReturn:

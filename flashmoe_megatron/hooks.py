@@ -162,10 +162,13 @@ class Hooks:
             with the largest "probs", or of the first tokens, by "position".
         order: How tokens become rows and rows tokens, ``None`` as the backend does it by itself.
         expert: What an expert computes, ``None`` for the FFN of the layer's shape.
+        are_used: Whether there has ever been a hook or a part of the user's own; without any, a
+            call asks nothing else.
     """
 
     def __init__(self, reach: Reach = EVERYWHERE) -> None:
         self._reach = reach
+        self.are_used = False
         self._hooks: dict[Point, dict[int, Hook]] = {}
         self._probed: set[tuple[torch.dtype, torch.device, tuple[int, ...]]] = set()
         self._drop_policy: DropPolicy = "probs"
@@ -174,6 +177,8 @@ class Hooks:
 
     def __bool__(self) -> bool:
         """Returns whether there is any hook, or a part of the layer's is replaced."""
+        if not self.are_used:
+            return False
         has_parts = self._order is not None or self._expert is not None
         return has_parts or (bool(self._hooks) and any(self._hooks.values()))
 
@@ -219,6 +224,7 @@ class Hooks:
             )
         if part is not None and self._reach.fixed:
             raise ConfigError(f"an {name} of your own: {self._reach.fixed}")
+        self.are_used = True
 
     def add(self, when: When, stage: Stage, hook: Hook) -> RemovableHandle:
         """Has a hook called from the next call on; the same hooks on every rank.
@@ -243,6 +249,7 @@ class Hooks:
         hooks = self._hooks.setdefault((when, stage), OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
+        self.are_used = True
         self._probed.clear()
         return handle
 

@@ -1,5 +1,6 @@
 """Experts' weights as the backends take them, where their gradients go, and other forms of both."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,8 +14,19 @@ from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.promise import Making, Promise
 
 
+class Tensors:
+    """Has tensors in tuples, which are its fields."""
+
+    @functools.cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order of the fields."""
+        # Not by dataclasses.fields: this may run before every launch.
+        kinds = (value for value in vars(self).values() if isinstance(value, tuple))
+        return tuple(itertools.chain.from_iterable(kinds))
+
+
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(Tensors):
     """The local experts' weights, wherever they live; read again at each call.
 
     Each tensor is one expert's or, with one more dimension in front, a stack of several experts'.
@@ -139,7 +151,7 @@ def spread(
 
 
 @dataclass(frozen=True)
-class SplitWeights:
+class SplitWeights(Tensors):
     """Gated experts with parameters for gate, up and down projection.
 
     Each tensor is one expert's or, with one more dimension in front, that of several. The kernel

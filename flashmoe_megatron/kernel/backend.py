@@ -93,6 +93,7 @@ class PendingForward:
     """A forward that has begun: its plan is under way, or will be part of the layer's launch."""
 
     given: Given
+    problem: bindings.FlashMoEProblem
     group: bindings.FlashMoEGroup
     plan: torch.Tensor
     num_row_blocks: int | None
@@ -101,13 +102,9 @@ class PendingForward:
     """Its replicas have been settled on before."""
 
 
-class _Buffers(NamedTuple):
-    """Memory that the launch of a layer writes to, except its plan."""
-
-    rows: torch.Tensor | None
-    preact: torch.Tensor | None
-    scratch: torch.Tensor
-    out: torch.Tensor
+_Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
+"""Memory that the launch of a layer writes to, except its plan: rows, pre-activations, scratch and
+the output."""
 
 
 class _PlanOutcome(NamedTuple):
@@ -141,7 +138,8 @@ def _on_own_device(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def run(backend: "KernelBackend", *args: Any, **kwargs: Any) -> Any:
-        if torch.cuda.current_device() == backend.device.index:
+        # Not torch.cuda.current_device(), which asks on the way whether CUDA is initialized.
+        if torch._C._cuda_getDevice() == backend.device.index:
             return method(backend, *args, **kwargs)
         with torch.cuda.device(backend.device):
             return method(backend, *args, **kwargs)
@@ -234,12 +232,16 @@ class KernelBackend(Backend):
 
         It does so where this host does not wait for the plan, and ``unfollowed`` is empty then.
         """
-        with Together(self):
-            making = self._making(weights)
+        num_calls = self.num_calls
+        try:
+            making = self._making(weights) if self.config.in_fp8 else None
             tables = self._use_weights(weights, making)
-            self._describe()
-        with Together(self, may_be_void=True) as together:
-            self._raise_shared(given.first_plan)
+        except Exception as error:
+            Together(self, num_calls=num_calls).ends(error)
+            raise
+        try:
+            if self._pending is not None or self.config.num_ranks > 1:
+                self._raise_shared(given.first_plan)
             given = self._checked_call(given)
             bound = self._bound_now(training=given.training)
             # A rank without room for them can still tell the others.
@@ -247,7 +249,11 @@ class KernelBackend(Backend):
             if bound is not None:
                 buffers = self._make_buffers(bound, given, training=given.training)
             pending = self._begin(given, bound)
-        if together.void is not None:
+        except Exception as error:
+            together = Together(self, may_be_void=True, num_calls=num_calls)
+            if not together.ends(error):
+                raise
+            assert together.void is not None
             return self._end(together.void, given)
         return self._finish(pending, tables, making, buffers, training=given.training)
 
@@ -395,15 +401,16 @@ class KernelBackend(Backend):
         """Launches the layer of :meth:`begin`; waits for its plan, if that counts. Collective."""
         making = self._making(weights)
         tables = self._use_weights(weights, making)
+        pending.problem = self._describe()
         return self._finish(pending, tables, making, training=training)
 
     def _checked_call(self, given: Given) -> Given:
         """Returns a call that the kernel can take, as hooks ahead of the launch make it."""
-        self._check_tokens(given)
-        hooks, router = self.hooks, given.router
+        x, probs, routing_map, router, hooks = *given[:3], given.router, self.hooks
+        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
         if router is not None:
             check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
-        if not hooks:
+        if not (hooks.are_used and hooks):
             return given
         if hooks.has("padding") and (value := hooks.pad_value(Call.of("forward", given.layer))):
             raise ConfigError(
@@ -412,19 +419,16 @@ class KernelBackend(Backend):
             )
         if router is None:
             given = self._routed(given)
-            self._check_tokens(given)
+            tokens = given.x, given.probs, given.routing_map
+            check_tokens(self.config, *tokens, dtype=self._dtype, device=self.device)
         elif hooks.has("gate", "capacity"):
             raise ConfigError(
                 "a hook of gate or capacity and a router within the launch, before which there is "
                 "no routing: wanted fuse_router=False"
             )
         else:
-            hooks.probe(self.config, given.x, given.probs)
+            hooks.probe(self.config, x, probs)
         return given
-
-    def _check_tokens(self, given: Given) -> None:
-        tokens = given.x, given.probs, given.routing_map
-        check_tokens(self.config, *tokens, dtype=self._dtype, device=self.device)
 
     def _show_rows(self, rows: torch.Tensor, num_row_blocks: int, layer: int) -> None:
         """Shows hooks the rows that a forward's launch has received, with pads."""
@@ -443,14 +447,19 @@ class KernelBackend(Backend):
         has_rows = (
             not sizes.reads_tokens[False]
             or (training and self._keeps_rows(given))
-            or self.hooks.has("dispatch", "padding")
+            or (self.hooks.are_used and self._shows_rows)
         )
-        return _Buffers(
-            rows=self._empty(num_row_blocks * sizes.row_block_bytes) if has_rows else None,
-            preact=self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None,
-            scratch=self._empty(num_row_blocks * sizes.scratch_block_bytes[False]),
-            out=torch.empty_like(given.x),
+        return (
+            self._empty(num_row_blocks * sizes.row_block_bytes) if has_rows else None,
+            self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None,
+            self._empty(num_row_blocks * sizes.scratch_block_bytes[False]),
+            torch.empty_like(given.x),
         )
+
+    @property
+    def _shows_rows(self) -> bool:
+        """Tells whether hooks see the rows that a forward has received."""
+        return self.hooks.has("dispatch", "padding")
 
     def _keeps_rows(self, given: Given) -> bool:
         """Returns whether a forward for training keeps rows: for gradients of fc1."""
@@ -472,12 +481,16 @@ class KernelBackend(Backend):
         self.num_calls += 1  # what comes now concerns every rank
         self.unfollowed = ()
         problem = self._prepare()
-        with self.memory.promised:
-            is_settled = self._take_settled(given.layer)
-            pending = PendingForward(given, self.memory.open(), plan, num_row_blocks, is_settled)
+        try:
+            is_settled = self.memory.settled_for is not None and self._take_settled(given.layer)
+            group = self.memory.open()
+            pending = PendingForward(given, problem, group, plan, num_row_blocks, is_settled)
             if num_row_blocks is None:
                 arguments = ops.arguments(given, given.router, is_settled=is_settled)
-                ops.plan(plan, *_addresses(problem, pending.group), *arguments)
+                ops.plan(plan, *_addresses(problem, group), *arguments)
+        except BaseException:  # as `memory.promised`, which takes longer where nothing is wrong
+            self.memory.is_void = True
+            raise
         return pending
 
     def _finish(
@@ -489,10 +502,9 @@ class KernelBackend(Backend):
         *,
         training: bool,
     ) -> tuple[torch.Tensor, SavedForward | NaNResult | torch.Tensor | None]:
-        given, blocks = pending.given, pending.num_row_blocks
+        given, problem, blocks = pending.given, pending.problem, pending.num_row_blocks
         router = given.router
         is_planned = blocks is None
-        problem = self._describe()
         if blocks is None:
             # A fault that the plan has left by now is its outcome, which every rank has.
             with self.memory.promised:
@@ -508,7 +520,7 @@ class KernelBackend(Backend):
             blocks = outcome.num_row_blocks
             self.attempts.note(blocks)
             router = None  # it has run in the plan
-        with self.memory.promised:
+        try:
             if buffers is None:
                 buffers = self._make_buffers(blocks, given, training=training)
             rows, preact, scratch, out = buffers
@@ -525,12 +537,16 @@ class KernelBackend(Backend):
                 making is not None and making.is_current,
                 is_planned,
                 given.layer,
-                *_addresses(problem, pending.group),
+                ctypes.addressof(problem),
+                ctypes.addressof(pending.group),
                 *ops.arguments(given, router, is_settled=pending.is_settled),
             )
+        except BaseException:
+            self.memory.is_void = True
+            raise
         if making is not None:
             making.note()
-        if rows is not None and self.hooks.has("dispatch", "padding"):
+        if rows is not None and self.hooks.are_used and self._shows_rows:
             self._show_rows(rows, blocks, given.layer)
         if preact is None:
             return out, self._header_of(pending.plan) if given.followed else None
@@ -575,7 +591,7 @@ class KernelBackend(Backend):
             none = torch.empty(0, self.config.hidden, dtype=dtype, device=self.device)
             self._backward(none, saved.saved, weights, grads, factors)
             return saved.gradients(grad_out)
-        with self.memory.promised:
+        try:
             check_grad_out(self.config, grad_out, saved.num_tokens)
             grad_out = grad_out.contiguous()
             if grad_out.data_ptr() % ALIGNMENT_BYTES:  # a slice of something else's gradient
@@ -593,8 +609,11 @@ class KernelBackend(Backend):
                     raise
                 written, table = self._use_grads(self._for_nobody(error, weights, grads))
                 is_void = True
+        except BaseException:
+            self.memory.is_void = True
+            raise
         problem = self._prepare()
-        with self.memory.promised:
+        try:
             self.memory.settled_for = None
             addresses = _addresses(problem, self.memory.open())
             number = self.memory.early_fc2.next_backward()
@@ -631,6 +650,9 @@ class KernelBackend(Backend):
                 saved.layer,
                 *addresses,
             )
+        except BaseException:
+            self.memory.is_void = True
+            raise
         if making is not None:
             making.note()
         if factors.wanted:
@@ -771,18 +793,19 @@ class KernelBackend(Backend):
         if self.options.row_bound is None:
             return bound
         bound = self.attempts.bound(bound)
-        return None if bound is None else min(int(self._sizes.max_row_blocks), bound)
+        return None if bound is None else min(self._sizes.max_row_blocks, bound)
 
     def _prepare(self) -> bindings.FlashMoEProblem:
         """Returns the problem, with memory for it. Collective where new memory is made."""
-        if not (self._can_share and self.memory.has_shared_fault):
+        memory = self.memory
+        if memory.has_fault and not (self._can_share and memory.has_shared_fault):
             self._look_for_fault()
         problem = self._describe()
-        if self.memory.needs(self._sizes):
-            if self.memory.has_heap:
+        if memory.needs(self._sizes):
+            if memory.has_heap:
                 torch.cuda.synchronize(self.device)
                 self._look_for_fault()  # which every rank has by now, and the new one forgets
-            self.memory.allocate(self._sizes)
+            memory.allocate(self._sizes)
         return problem
 
     def _making(self, weights: ExpertWeights, *, is_backward: bool = False) -> Making | None:
@@ -802,12 +825,13 @@ class KernelBackend(Backend):
 
         A pass that ``making`` is of has copies of its own, and may be a backward.
         """
-        dtype = (weights.fc1 or weights.fc2)[0].dtype
-        # As the library would, but in the caller's terms.
-        check_split(self.config, weights)
-        has_biases = bool(weights.fc1_bias or weights.fc2_bias)
-        check_fp8(self.config, dtype, transposed=weights.transposed, has_biases=has_biases)
-        self._use_layout(weights.transposed, weights.split, dtype)
+        layout = weights.transposed, weights.split, (weights.fc1 or weights.fc2)[0].dtype
+        if layout != (self._transposed, self._split, self._dtype):
+            # As the library would, but in the caller's terms; tables of weights do so, too.
+            check_split(self.config, weights)
+            has_biases = bool(weights.fc1_bias or weights.fc2_bias)
+            check_fp8(self.config, layout[2], transposed=layout[0], has_biases=has_biases)
+            self._use_layout(*layout)
         problem = self._describe()
         if self.spare_slots and self.memory.needs(self._sizes):
             self._prepare()  # spare slots are in the heap

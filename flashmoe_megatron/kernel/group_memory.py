@@ -59,7 +59,6 @@ class GroupMemory(EndsWithGroup):
         self.group = group
         self.device = device
         self.options = options
-        self.trace: torch.Tensor | None = None  # for a library built to trace
         self.bounds = bindings.HeapBounds(0, 0)
         """Bounds of all layers registered so far; a heap of other bounds fits no layer."""
         self._heap: symmetric.SymmetricAllocation | None = None
@@ -227,13 +226,15 @@ class GroupMemory(EndsWithGroup):
         Raises:
             ConfigError: The group has been destroyed.
         """
-        self._raise_if_over()
+        if self._is_over:
+            self._raise_if_over()
         assert self._heap is not None
         # The call within torch.cuda.current_stream(), without a stream object for every launch.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if stream != self._last_stream:
             self._follow(stream)
-        self.captured.note_launch()
+        if torch.cuda.is_current_stream_capturing():
+            self.captured.note_launch()
         group = self._groups.get(stream)
         if group is None:
             group = self._groups[stream] = bindings.FlashMoEGroup(
@@ -245,7 +246,6 @@ class GroupMemory(EndsWithGroup):
                 link_bytes_per_s=self._heap.link_bytes_per_s,
                 least_replica_rows=self._least_replica_rows,
             )
-        group.trace = self.trace.data_ptr() if self.trace is not None else None
         return group
 
     def _follow(self, stream: int) -> None:

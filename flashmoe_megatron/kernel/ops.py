@@ -5,11 +5,10 @@ is done here. No other file registers operators. The caller makes the buffers, s
 sizes; ``problem`` and ``group`` are addresses of the library's structs, alive during the call.
 Gradients are not registered here: the autograd function is outside, which costs half as much per
 call.
-Everything here runs before a launch, while the GPU may be idle, so structs are filled by position,
-which is faster than by name.
+Everything here runs before a launch, while the GPU may be idle, so structs are packed into memory
+that is used again.
 """
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +57,10 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPES[dtype]
 
 
+_INPUTS = bindings.Packed(bindings.FlashMoEInput)
+_LAUNCHES = bindings.Packed(bindings.FlashMoELaunch)
+
+
 def _call(function: str, problem: int, group: int, *arguments: object) -> None:
     status = bindings.function(function)(problem, group, *arguments)
     if status != bindings.OK:
@@ -92,58 +95,35 @@ def _input(
     is_settled: bool,
     has_no_backward: bool,
     first_plan: torch.Tensor | None,
-) -> object:
+) -> int:
     logits = None
     if router_weight is not None:
         logits, probs, routing_map = router_outputs
     assert probs is not None
     assert routing_map is not None
     is_map, routing = routing_map.dtype == torch.bool, routing_map.data_ptr()
-    return ctypes.byref(
-        bindings.FlashMoEInput(
-            x.shape[0],
-            _DTYPES[probs.dtype],
-            score,
-            0 if is_map else routing_map.element_size(),
-            0 if is_map else routing_map.shape[1],
-            is_settled,
-            x.data_ptr(),
-            probs.data_ptr(),
-            routing if is_map else None,
-            None if is_map else routing,
-            None if router_weight is None else router_weight.data_ptr(),
-            None if logits is None else logits.data_ptr(),
-            scaling_factor,
-            has_no_backward,
-            None if first_plan is None else first_plan.data_ptr(),
-        )
+    return _INPUTS.at(
+        x.shape[0],
+        _DTYPES[probs.dtype],
+        score,
+        0 if is_map else routing_map.element_size(),
+        0 if is_map else routing_map.shape[1],
+        is_settled,
+        x.data_ptr(),
+        probs.data_ptr(),
+        routing if is_map else 0,
+        0 if is_map else routing,
+        0 if router_weight is None else router_weight.data_ptr(),
+        0 if logits is None else logits.data_ptr(),
+        scaling_factor,
+        has_no_backward,
+        0 if first_plan is None else first_plan.data_ptr(),
+        0,  # no refusal
     )
 
 
 def _plan(plan: torch.Tensor, problem: int, group: int, *given: Any) -> None:
     _call("plan", problem, group, _input(*given), plan.data_ptr())
-
-
-def _launch(
-    num_row_blocks: int,
-    num_tokens: int,
-    grad_probs_dtype: int,
-    layer: int,
-    grad_columns: int,
-    *tensors: torch.Tensor | None,
-    copies_are_current: bool = False,
-) -> object:
-    return ctypes.byref(
-        bindings.FlashMoELaunch(
-            num_row_blocks,
-            num_tokens,
-            grad_probs_dtype,
-            layer,
-            grad_columns,
-            copies_are_current,
-            *[None if tensor is None else tensor.data_ptr() for tensor in tensors],
-        )
-    )
 
 
 def _forward(
@@ -163,15 +143,23 @@ def _forward(
     group: int,
     *given: Any,
 ) -> None:
-    tensors = plan, weight_maps, weight_copies, biases, rows, preact, scratch, out
-    launch = _launch(
+    launch = _LAUNCHES.at(
         num_row_blocks,
         out.shape[0],
         0,
         layer,
         0,
-        *tensors,
-        copies_are_current=copies_are_current,
+        copies_are_current,
+        plan.data_ptr(),
+        weight_maps.data_ptr(),
+        0 if weight_copies is None else weight_copies.data_ptr(),
+        0 if biases is None else biases.data_ptr(),
+        0 if rows is None else rows.data_ptr(),
+        0 if preact is None else preact.data_ptr(),
+        scratch.data_ptr(),
+        out.data_ptr(),
+        0,
+        0,
     )
     _call("forward", problem, group, _input(*given), launch, is_planned)
 
@@ -195,7 +183,9 @@ def _gather(
     problem: int,
     group: int,
 ) -> None:
-    launch = _launch(num_row_blocks, x.shape[0], 0, 0, 0, plan, None, None, None, rows)
+    of_plan, of_rows = plan.data_ptr(), rows.data_ptr()
+    tensors = of_plan, 0, 0, 0, of_rows, 0, 0, 0, 0, 0
+    launch = _LAUNCHES.at(num_row_blocks, x.shape[0], 0, 0, 0, False, *tensors)
     _call("gather", problem, group, launch, x.data_ptr())
 
 
@@ -221,17 +211,23 @@ def _backward(
     problem: int,
     group: int,
 ) -> None:
-    weights = weight_maps, weight_copies, biases
-    tensors = plan, *weights, rows, preact, scratch, grad_x, grad_probs, x
-    dtype, columns = _DTYPES[grad_probs.dtype], grad_probs.shape[1]
-    launch = _launch(
+    launch = _LAUNCHES.at(
         num_row_blocks,
         grad_out.shape[0],
-        dtype,
+        _DTYPES[grad_probs.dtype],
         layer,
-        columns,
-        *tensors,
-        copies_are_current=copies_are_current,
+        grad_probs.shape[1],
+        copies_are_current,
+        plan.data_ptr(),
+        weight_maps.data_ptr(),
+        0 if weight_copies is None else weight_copies.data_ptr(),
+        0 if biases is None else biases.data_ptr(),
+        0 if rows is None else rows.data_ptr(),
+        preact.data_ptr(),
+        scratch.data_ptr(),
+        grad_x.data_ptr(),
+        grad_probs.data_ptr(),
+        0 if x is None else x.data_ptr(),
     )
     addresses = grad_out.data_ptr(), grad_table.data_ptr()
     _call("backward", problem, group, launch, *addresses, grads_dtype, accumulate, number)

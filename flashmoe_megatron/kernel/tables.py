@@ -43,7 +43,7 @@ class AddressTables:
     """The tables of all layers of a backend; ``memory`` keeps tables that graphs have captured."""
 
     def __init__(self, config: MoEConfig, memory: GroupMemory, device: torch.device) -> None:
-        self._config = config
+        self._config, self._num_matrices = config, 2 * config.num_local_experts
         self._memory = memory
         self._device = device
         self._of_weights: dict[tuple[Hashable, ...], WeightTables] = {}
@@ -69,15 +69,16 @@ class AddressTables:
             ShapeError: A weight is not what the layer was built for, or the kernel cannot read it.
             ConfigError: Only one projection has biases.
         """
-        tensors = (*weights.fc1, *weights.fc2, *weights.fc1_bias, *weights.fc2_bias)
+        tensors = weights.tensors
         # One weight stands for the rest of all: this runs before every launch, as the GPU waits.
         first = tensors[0]
-        heap = self._heap(problem)
-        layout = (weights.transposed, weights.split, first.shape, first.stride(), first.dtype, heap)
+        layout = weights.transposed, weights.split, first.shape, first.stride(), first.dtype
         key: tuple[Hashable, ...] = layout, tuple(map(torch.Tensor.data_ptr, tensors))
+        if problem.spare_slots:
+            key += (self._heap(problem),)
         if copies is not None:
             key += (copies.data_ptr(),)
-        if len(tensors) < 2 * self._config.num_local_experts:  # few, and how stacks step counts
+        if len(tensors) < self._num_matrices:  # few, and how stacks step counts
             key += tuple(tensor.stride() for tensor in tensors)
         known = self._of_weights.get(key)
         if known is not None:

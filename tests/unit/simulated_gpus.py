@@ -184,8 +184,8 @@ class Library:
 
     def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:
         rank = self._rank_of(problem, group)
-        refusal, is_bad = given._obj.refusal, _is_bad(given._obj)
-        tells = self._tells(given._obj, plan)
+        inputs = _struct(bindings.FlashMoEInput, given)
+        refusal, is_bad, tells = inputs.refusal, _is_bad(inputs), self._tells(inputs, plan)
         self._gpus.plans[rank] = None
         self._gpus.launch(rank, lambda: self._gpus.plan(rank, refusal, is_bad, None, **tells))
         self._last_plans[rank] = tells["number"]
@@ -204,9 +204,10 @@ class Library:
         return bindings.OK if fault is None else int(fault.code)
 
     def _forward(self, problem: Any, group: Any, given: Any, launch: Any, is_planned: int) -> int:
-        rank, wanted = self._rank_of(problem, group), launch._obj
-        is_bad, out, blocks = _is_bad(given._obj), wanted.out, wanted.num_row_blocks
-        tells = {} if is_planned else self._tells(given._obj, wanted.plan)
+        rank, wanted = self._rank_of(problem, group), _struct(bindings.FlashMoELaunch, launch)
+        inputs = _struct(bindings.FlashMoEInput, given)
+        is_bad, out, blocks = _is_bad(inputs), wanted.out, wanted.num_row_blocks
+        tells = {} if is_planned else self._tells(inputs, wanted.plan)
         num_bytes = wanted.num_tokens * self._hidden * 2
 
         def run() -> None:
@@ -233,7 +234,8 @@ class Library:
         return bindings.OK
 
     def _gather(self, problem: Any, group: Any, launch: Any, *_: Any) -> int:
-        rank, plan = self._rank_of(problem, group), number_in(launch._obj.plan).value
+        rank, wanted = self._rank_of(problem, group), _struct(bindings.FlashMoELaunch, launch)
+        plan = number_in(wanted.plan).value
 
         def run() -> None:
             if not self._gpus.leaves(rank, plan):
@@ -243,7 +245,7 @@ class Library:
         return bindings.OK
 
     def _backward(self, problem: Any, group: Any, launch: Any, *_: Any) -> int:
-        rank, wanted = self._rank_of(problem, group), launch._obj
+        rank, wanted = self._rank_of(problem, group), _struct(bindings.FlashMoELaunch, launch)
         plan, out = number_in(wanted.plan).value, wanted.out
         num_bytes = wanted.num_tokens * self._hidden * 2
 
@@ -260,11 +262,16 @@ class Library:
             ctypes.memset(out, 0xFF if self._gpus.raised[rank] else 0, num_bytes)
 
     def _rank_of(self, problem: Any, group: Any) -> int:
-        wanted = getattr(problem, "_obj", None) or bindings.FlashMoEProblem.from_address(problem)
-        where = getattr(group, "_obj", None) or bindings.FlashMoEGroup.from_address(group)
+        wanted = _struct(bindings.FlashMoEProblem, problem)
+        where = _struct(bindings.FlashMoEGroup, group)
         self._hidden = wanted.hidden
         self._gpus.mailboxes[where.mailbox] = wanted.rank
         return int(wanted.rank)
+
+
+def _struct(kind: Any, given: Any) -> Any:
+    """The struct that a call passes by reference or by its address, which the next call may use."""
+    return given._obj if hasattr(given, "_obj") else kind.from_address(given)
 
 
 def _is_bad(given: bindings.FlashMoEInput) -> bool:
@@ -299,7 +306,7 @@ def install(gpus: Gpus, monkeypatch: Any) -> None:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_properties", lambda *_: properties),
-        (torch.cuda, "current_device", lambda: None),  # "cpu" has no number
+        (torch._C, "_cuda_getDevice", lambda: None),  # "cpu" has no number
         (torch.cuda, "synchronize", lambda *_: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda _: 0),
         (torch.Tensor, "pin_memory", lambda tensor: tensor),

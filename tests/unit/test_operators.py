@@ -1,6 +1,9 @@
 """Launches are operators for whoever looks, and plain calls for nobody."""
 
+import ctypes
+import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,6 +29,39 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         library.impl("settle", lambda *_: seen.append("operator"), "CPU")
         ops.settle(COUNTS, None, None, 1, 2)
         yield seen
+
+
+def test_packed_structs_are_the_librarys() -> None:
+    """Values lie where fields do, in memory that the next call of the thread writes over."""
+    from flashmoe_megatron.kernel import bindings
+
+    for kind in (bindings.FlashMoEInput, bindings.FlashMoELaunch):
+        names = [name for name, _ in kind._fields_[1:]]
+        packed = bindings.Packed(kind)
+        for first in (1, 100):
+            given = kind.from_address(packed.at(*range(first, first + len(names))))
+            assert given.struct_size == ctypes.sizeof(kind)
+            for value, name in enumerate(names, first):
+                found = getattr(kind, name)
+                at, size = found.offset, found.size
+                raw = bytes(given)[at : at + size]
+                is_float = dict(kind._fields_)[name] is ctypes.c_float
+                want = struct.pack("f", value) if is_float else value.to_bytes(size, "little")
+                assert raw == want, name
+
+
+def test_each_thread_packs_a_struct_of_its_own() -> None:
+    from flashmoe_megatron.kernel import bindings
+
+    packed = bindings.Packed(bindings.FlashMoELaunch)
+    num_fields = len(bindings.FlashMoELaunch._fields_) - 1
+    here = packed.at(*[1] * num_fields)
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(packed.at, *[2] * num_fields).result()
+        assert (
+            bindings.FlashMoELaunch.from_address(here).plan,
+            bindings.FlashMoELaunch.from_address(there).plan,
+        ) == (1, 2)
 
 
 class Names(TorchDispatchMode):

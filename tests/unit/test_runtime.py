@@ -33,7 +33,7 @@ class OnGpu(KernelBackend):
     @_on_own_device
     def call(self) -> int:
         """The number of the current GPU."""
-        return torch.cuda.current_device()
+        return torch._C._cuda_getDevice()
 
 
 def test_calls_run_on_the_gpu_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_calls_run_on_the_gpu_of_the_backend(monkeypatch: pytest.MonkeyPatch) ->
         yield
         current[0] = before
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", enter)
     for index in (0, 1):
         assert OnGpu(index).call() == index
@@ -109,7 +109,7 @@ class Planned(KernelBackend):
         return given
 
     def _begin(self, given: Given, *_: object) -> PendingForward:
-        return PendingForward(given, *[None] * 4)  # type: ignore[arg-type]
+        return PendingForward(given, *[None] * 5)  # type: ignore[arg-type]
 
 
 def on_processor(backend: Planned) -> Planned:
@@ -121,7 +121,7 @@ def on_processor(backend: Planned) -> Planned:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of the library's calls, none of which is made."""
     calls: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(bindings, "call", lambda *arguments: calls.append(arguments))
     return calls

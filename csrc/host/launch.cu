@@ -165,15 +165,22 @@ bool gathers_grads(const FlashMoEProblem* p) {
            2 * backward_tiles(p) <= kMostReads;
 }
 
+// True of a rank that is alone if its experts' products are so short that they would wait for rows
+// which dispatch warps copy one after another.
+bool waits_for_copies(const FlashMoEProblem* p) {
+    constexpr int kNarrow = 1024;
+    return p->num_ranks == 1 and p->intermediate <= kNarrow;
+}
+
 // How a rank that is alone gets at its rows, but for a pass that gathers all of them. To gather a
 // stage takes longer than TMA does, so experts whose products are short gain by it, as they would
-// wait for copies; with wide ones the first tiles gain by rows that come before any other is
-// copied.
+// wait for copies; rows in FP8 have scales and are not gathered, so all warps copy more of them
+// (LayerArgs::first_units). With wide ones the first tiles gain by rows that come before any other
+// is copied.
 RowAccess row_access(const FlashMoEProblem* p) {
-    constexpr int kNarrow = 1024;
     if (p->num_ranks > 1) return RowAccess::kCopied;
-    const bool is_narrow = not kIsFp8 and p->intermediate <= kNarrow;
-    return is_narrow ? RowAccess::kInPlaceUntilCopied : RowAccess::kFirstCopied;
+    if (not waits_for_copies(p)) return RowAccess::kFirstCopied;
+    return kIsFp8 ? RowAccess::kCopied : RowAccess::kInPlaceUntilCopied;
 }
 
 // Where experts are narrow, products wait for rows: enough of them per ticket give each of a
@@ -181,8 +188,7 @@ RowAccess row_access(const FlashMoEProblem* p) {
 // unless no tile waits for them.
 int rows_per_ticket(const FlashMoEProblem* p) {
     constexpr int kNarrow = 512;
-    const bool are_many =
-        p->intermediate <= kNarrow or row_access(p) == RowAccess::kInPlaceUntilCopied;
+    const bool are_many = p->intermediate <= kNarrow or waits_for_copies(p);
     return are_many ? kMostRowsPerTicket : kDispatchLanes;
 }
 
@@ -319,6 +325,10 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     constexpr int kFinishersStages = 48;
     const int num_clusters = p->num_ctas / kClusterSize;
     args->group_units = std::max(8, ceil_div(num_clusters, args->num_n_tiles[0]));
+#ifdef FLASHMOE_IN_FP8
+    // All warps copy the rows of one step or, where the next would wait for its rows, of two.
+    args->first_units = (waits_for_copies(p) ? 2 : 1) * args->group_units;
+#endif
     const int64_t stages_between =
         int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
     args->lag = stages_between < kFinishersStages ? 2 : 1;

@@ -45,7 +45,8 @@ struct Choices {
 };
 
 // How GEMM0 gets at the rows of its tokens. A rank that is alone has all of them at home, and so a
-// choice; it is the same for a plan and all launches along it, unless a launch copies nothing.
+// choice. A plan and all launches along it make one choice where that is kFirstCopied: then rows
+// lie in the order of their tiles.
 enum class RowAccess : int {
     kCopied,       // in copies; of the first tiles' tokens all warps copy all rows
     kFirstCopied,  // in copies; of these tokens all warps copy what the first tiles read alone
@@ -113,6 +114,8 @@ struct LayerArgs {
     FLASHMOE_SCALE_FIELD(CUtensorMap, scale_map[2]);  // its scales
     // dpre once more, operand_row_bytes(fc1_rows) a row: A of GEMM1 in a backward.
     FLASHMOE_SCALE_FIELD(char*, dpre_in_fp8);
+    // Row units whose own rows all warps copy before there are products; else group_units.
+    FLASHMOE_SCALE_FIELD(int, first_units);
 };
 
 // One of the two products of weight gradients, dW = left^T right over an expert's rows.

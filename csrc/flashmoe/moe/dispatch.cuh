@@ -67,7 +67,12 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
 // dispatched: all warps copy them, since none has anything else to do until they are there.
 __device__ __forceinline__ int num_first_places(const LayerArgs& args) {
     if (reads_in_place(args)) return 0;
-    return min(args.plan.header->num_units, args.group_units) * kClusterSize * BLOCK_M;
+#ifdef FLASHMOE_IN_FP8
+    const int units = args.first_units;
+#else
+    const int units = args.group_units;
+#endif
+    return min(args.plan.header->num_units, units) * kClusterSize * BLOCK_M;
 }
 
 // The row after those of the first `num_places`, where rows lie in the order of their tiles.

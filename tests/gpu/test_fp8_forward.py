@@ -57,6 +57,7 @@ CASES = {
     "odd sizes": Case(777, 384, 640, 3, 2, gated=False),
     "odd sizes, gated": Case(777, 640, 896, 6, 3),
     "split": Case(300, 512, 384, 4, 2, split=True),
+    "wide": Case(700, 512, 1280, 4, 2),
     "many rows a ticket": Case(640, 1024, 256, 8, 4),
     "two ranks": Case(640, 1024, 512, 8, 3, num_ranks=2),
     "four ranks": Case(333, 512, 768, 16, 4, num_ranks=4),

@@ -53,7 +53,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "gated": True,
         "activation": Activation.SILU,
         "hidden": 640,
-        "intermediate": 896,
+        "intermediate": 1152,
         "num_experts": 4,
     },
 }

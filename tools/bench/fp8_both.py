@@ -7,11 +7,12 @@ nothing, and adds gradients of weights to float32. All kinds have the same token
 weights: "bf16"; "fp8", whose backward is in bfloat16; and "fp8_dgrad", whose gradients of tokens
 are in FP8, too. With "step" after it a kind finds what an earlier pass of the step has quantized of
 its weights, as all micro-batches of a step but the first do; otherwise each pass quantizes them.
+All results of each kind are compared with float32's first.
 """
 
-import argparse
-import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import get_args
@@ -19,99 +20,101 @@ from typing import get_args
 import torch
 
 from examples.arguments import count
-from flashmoe_megatron.bench.problem import Problem, make_problem
-from flashmoe_megatron.bench.shapes import shares_of
-from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.correctness import LayerResults
+from flashmoe_megatron.bench.problem import Problem
+from flashmoe_megatron.bench.stopwatch import turn_ms
 from flashmoe_megatron.config import Experts, MoEConfig
 from flashmoe_megatron.promise import Promise
-from flashmoe_megatron.select import select_backend
+from flashmoe_megatron.select import Kind, select_backend
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
-from tools.arguments import add_shapes, add_turns, parse_with_shapes, parser_of
-from tools.bench import common
-from tools.bench.common import log
+from tools.arguments import parse_with_shapes
+from tools.bench import common, fp8_times
+from tools.bench.fp8_times import Takers, pass_own_gate
 
 
 class Layer:
-    """One layer in one precision, with the tokens, routing and weights of a problem."""
+    """One layer in one precision, with the tokens, routing and weights of a problem.
+
+    On the kernel, or on the reference where there is no GPU: to try, not to tell.
+    """
 
     def __init__(self, problem: Problem, config: MoEConfig, sums: list[list[WeightGrad]]) -> None:
         """Makes the layer; ``sums`` take gradients of fc1's and of fc2's weights."""
+        kind: Kind = "kernel" if stopwatch.HAS_GPU else "reference"
         self._backend = select_backend(
-            config, None, "cuda", kind="kernel", keep="all", row_bound=common.ROW_BOUND
+            config, None, problem.x.device, kind=kind, keep="all", row_bound=common.ROW_BOUND
         )
         self._sums, self._grad_out = sums, problem.grad_out
         self._given = problem.x.detach(), problem.probs.detach(), problem.routing_map
+        self._promise = Promise()
         own = (tuple(one.detach() for one in kind) for kind in _kinds(problem))
-        self._weights = ExpertWeights(*own, promise=Promise())
+        self._weights = ExpertWeights(*own, promise=self._promise)
 
-    def both(self) -> None:
-        """Runs a forward and its backward."""
-        _, saved = self._backend.forward(*self._given, self._weights, training=True)
-        self._backend.backward(self._grad_out, saved, self._weights, *self._sums)
+    def both(self) -> LayerResults:
+        """Runs a forward and its backward, which adds to the sums."""
+        out, saved = self._backend.forward(*self._given, self._weights, training=True)
+        grads = self._backend.backward(self._grad_out, saved, self._weights, *self._sums)
+        fc1, fc2 = ([one.buffer for one in kind] for kind in self._sums)
+        return LayerResults(out, *grads, fc1, fc2)
+
+    def results(self, *, is_step: bool = False) -> LayerResults:
+        """Returns the results of both directions, whose gradients of weights are the sums.
+
+        Args:
+            is_step: Whether an earlier pass has quantized the weights.
+        """
+        with self._promised(is_step):
+            if is_step:
+                self.both()
+            for kind in self._sums:
+                for one in kind:
+                    one.buffer.zero_()
+            return self.both()
 
     def turn_ms(self, times: int, *, is_step: bool = False) -> float:
         """Returns milliseconds of both directions, of some that follow one another."""
-        promise = self._weights.promise
-        assert promise is not None
+        with self._promised(is_step):
+            return turn_ms(self.both, times)
+
+    @contextmanager
+    def _promised(self, is_step: bool) -> Iterator[None]:
+        """Promises that weights stay as they are, if passes are of one step; tells of faults."""
         if is_step:
-            promise.give()
-        taken = turn_ms(self.both, times)
-        promise.end()
+            self._promise.give()
+        yield
+        self._promise.end()
         self._backend.raise_pending_fault()
-        return taken
 
 
 def _kinds(problem: Problem) -> tuple[tuple[torch.Tensor, ...], ...]:
     return problem.weights.fc1, problem.weights.fc2
 
 
-def measure(problem: Problem, turns: int, times: int) -> dict[str, list[float]]:
-    """Takes the times of all kinds in turns; milliseconds by name."""
+def takers_of(times: int, name: str, problem: Problem) -> Takers:
+    """Makes the kinds of a problem, which have passed the gate."""
     sums = [
         [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
         for kind in _kinds(problem)
     ]
-    takers = {}
+    takers: Takers = {}
     for experts in get_args(Experts):
         config = replace(problem.config, experts=experts)
         layer = Layer(problem, config, sums)
-        takers[experts] = partial(layer.turn_ms, times)
-        if config.in_fp8:
-            takers[f"{experts} step"] = partial(layer.turn_ms, times, is_step=True)
-    return in_turns(takers, turns)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = parser_of(__doc__)
-    add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
-    add_turns(parser, 7, each="kind")
-    parser.add_argument("--times", type=count, default=6, help="both directions in a turn")
-    common.add_record_flags(parser, a_line="shape")
-    return parse_with_shapes(parser, arguments)
+        for is_step in (False, True)[: 1 + config.in_fp8]:
+            kind = f"{experts} step" if is_step else experts
+            results = layer.results(is_step=is_step)
+            pass_own_gate(f"{name}, {kind}", problem, results, in_fp8=config.in_fp8)
+            takers[kind] = partial(layer.turn_ms, times, is_step=is_step)
+    return takers
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; the status is 2 without a GPU."""
-    options = parse(arguments)
-    shapes = shares_of(options.shapes, options.one_of)
-    if not common.has_gpu():
-        return 2
-    record = common.Record(options.out, **common.machine(options.commit))
-    for name, shape in shapes.items():
-        problem = make_problem(shape)
-        times = measure(problem, options.turns, options.times)
-        plain = statistics.median(times["bf16"])
-        told = [
-            f"{kind} {statistics.median(of):.3f} ({min(of):.3f} to {max(of):.3f}), "
-            f"{statistics.median(of) / plain:.3f} of bf16"
-            for kind, of in times.items()
-        ]
-        log(f"{name}, ms: {'; '.join(told)}")
-        record.write(measurement="fp8_both", shape=name, milliseconds=times)
-        del problem
-        torch.cuda.empty_cache()
-    return 0
+    parser = fp8_times.parser(__doc__)
+    parser.add_argument("--times", type=count, default=6, help="both directions in a turn")
+    options = parse_with_shapes(parser, arguments)
+    return fp8_times.run("fp8_both", options, partial(takers_of, options.times))
 
 
 if __name__ == "__main__":

@@ -5,26 +5,24 @@
 It calls the C interface. All forwards are of a rank that is alone, with the same tokens, routing
 and weights; in FP8 it quantizes weights, tokens and activations itself. A third one ("current") is
 in FP8, too, and has copies of its weights from an earlier forward, as all micro-batches of a step
-but the first can have. Values are random, since power bounds what products reach.
+but the first can have. Values are random, since power bounds what products reach. Each forward is
+compared with float32's first.
 """
 
-import argparse
 import ctypes
-import statistics
 import sys
 from functools import partial
 
 import torch
 
 from examples.arguments import count
-from flashmoe_megatron.bench.problem import Problem, make_problem
-from flashmoe_megatron.bench.shapes import shares_of
-from flashmoe_megatron.bench.stopwatch import in_turns
+from flashmoe_megatron.bench.correctness import LayerResults
+from flashmoe_megatron.bench.problem import Problem
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import add_shapes, add_turns, parse_with_shapes, parser_of
-from tools.bench import common
-from tools.bench.common import log
+from tools.arguments import parse_with_shapes
+from tools.bench import fp8_times
+from tools.bench.fp8_times import Takers, pass_own_gate
 
 
 class Rank:
@@ -209,40 +207,26 @@ def turn_ms(
     return events[0].elapsed_time(events[1]) / launches
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = parser_of(__doc__)
-    add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
-    add_turns(parser, 7, each="precision")
-    parser.add_argument("--launches", type=count, default=10, help="of a turn")
-    common.add_record_flags(parser, a_line="shape")
-    return parse_with_shapes(parser, arguments)
+def takers_of(launches: int, name: str, problem: Problem) -> Takers:
+    """Makes the forwards of a problem, which have passed the gate."""
+    ranks = {precision: lone_rank(problem, precision) for precision in ("bf16", "fp8")}
+    takers: Takers = {}
+    for kind, precision in (("bf16", "bf16"), ("fp8", "fp8"), ("current", "fp8")):
+        rank, is_current = ranks[precision], kind == "current"
+        turn_ms(rank, problem, 1, copies_are_current=is_current)
+        out = LayerResults(rank.out)
+        pass_own_gate(f"{name}, {kind}", problem, out, in_fp8=rank.config.in_fp8)
+        rank.out.fill_(float("nan"))
+        takers[kind] = partial(turn_ms, rank, problem, launches, copies_are_current=is_current)
+    return takers
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; the status is 2 without a GPU."""
-    options = parse(arguments)
-    shapes = shares_of(options.shapes, options.one_of)
-    if not common.has_gpu():
-        return 2
-    record = common.Record(options.out, **common.machine(options.commit))
-    for name, shape in shapes.items():
-        problem = make_problem(shape)
-        ranks = {precision: lone_rank(problem, precision) for precision in ("bf16", "fp8")}
-        takers = {
-            precision: partial(turn_ms, rank, problem, options.launches)
-            for precision, rank in ranks.items()
-        }
-        takers["current"] = partial(takers["fp8"], copies_are_current=True)
-        times = in_turns(takers, options.turns)
-        medians = {precision: statistics.median(of) for precision, of in times.items()}
-        ratio = medians["bf16"] / medians["fp8"]
-        log(
-            f"{name}: bf16 {medians['bf16']:.3f} ms, fp8 {medians['fp8']:.3f} ms, {ratio:.2f} x; "
-            f"with weights quantized before {medians['current']:.3f} ms"
-        )
-        record.write(measurement="fp8_forward", shape=name, milliseconds=times, ratio=ratio)
-    return 0
+    parser = fp8_times.parser(__doc__)
+    parser.add_argument("--launches", type=count, default=10, help="of a turn")
+    options = parse_with_shapes(parser, arguments)
+    return fp8_times.run("fp8_forward", options, partial(takers_of, options.launches))
 
 
 if __name__ == "__main__":

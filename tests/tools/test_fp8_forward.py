@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.blockwise import Blocks, dequantize
+from flashmoe_megatron.blockwise import SQUARE, Blocks, dequantize
 from flashmoe_megatron.separate import precision
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import WeightGrad
@@ -49,8 +49,9 @@ def test_both_directions_are_timed_once_they_are_close_to_float32(
 
 
 def of_the_next_block(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:
-    """Reads values with other scales."""
-    return dequantize(blocks._replace(scales=blocks.scales.roll(1, -1)), dtype)
+    """Reads weights with other scales, and tokens with their own."""
+    scales = blocks.scales.roll(1, -1) if blocks.height == SQUARE else blocks.scales
+    return dequantize(blocks._replace(scales=scales), dtype)
 
 
 def left_out(self: WeightGrad, value: torch.Tensor) -> None:

@@ -213,10 +213,11 @@ def takers_of(launches: int, name: str, problem: Problem) -> Takers:
     takers: Takers = {}
     for kind, precision in (("bf16", "bf16"), ("fp8", "fp8"), ("current", "fp8")):
         rank, is_current = ranks[precision], kind == "current"
+        rank.out.fill_(float("nan"))
+        torch.cuda.synchronize()  # the rank has a stream of its own
         turn_ms(rank, problem, 1, copies_are_current=is_current)
         out = LayerResults(rank.out)
         pass_own_gate(f"{name}, {kind}", problem, out, in_fp8=rank.config.in_fp8)
-        rank.out.fill_(float("nan"))
         takers[kind] = partial(turn_ms, rank, problem, launches, copies_are_current=is_current)
     return takers
 

@@ -296,7 +296,7 @@ def test_unfused_attention_ends_a_run_behind_its_first_iteration(
 
 def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last iterations are recorded, and the peak is that of those in front of them."""
-    calls: list[str] = []
+    calls: list[object] = []
     profiler = SimpleNamespace(
         start=lambda: calls.append("start"),
         stop=lambda: calls.append("stop"),
@@ -306,6 +306,7 @@ def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 << 30)
     monkeypatch.setattr(watched, "flops_of_an_iteration", lambda: 7e13)
+    monkeypatch.setattr(watched, "leave", lambda status: calls.append(("leave", status)))
     watch = watched.Watch(tmp_path / "seen.json", 5)
     watch.seen["attention"] = ["cudnn"]
     make = watch.buffers(lambda *_, training: None)
@@ -315,7 +316,7 @@ def test_a_training_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     for _ in range(5):
         step()
-    assert calls == ["step"] * 2 + ["start"] + ["step"] * 3 + ["stop"]
+    assert calls == ["step"] * 2 + ["start"] + ["step"] * 3 + ["stop", ("leave", 0)]
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["row_blocks"] == 640
     assert (seen["peak_gib"], seen["flops"], seen["busy_ms"]) == (3.0, 7e13, 0.0)

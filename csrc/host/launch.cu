@@ -627,6 +627,8 @@ int forward(const FlashMoEProblem* problem,
     }
     if (launch_args->rows == nullptr and reads_tokens(problem, false)) {
         args.row_access = RowAccess::kInPlace;
+    } else if (launch_args->preact == nullptr and reads_own_tokens(problem)) {
+        args.row_access = RowAccess::kOwnInPlace;
     }
     FLASHMOE_TRY(set_buffers(problem, launch_args, false, &args));
     if (input->is_settled) {  // replicas have their weights, also where the plan exists

@@ -338,7 +338,8 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 if (behind >= 0) return weight_grad_pair(args, behind);
             }
             TileInfo pair = schedule.pair(ticket);
-            if (pair.gemm == 0 and pair.pair == Pair::kAlongN and reads_in_place(args)) {
+            if (pair.gemm == 0 and pair.pair == Pair::kAlongN and reads_in_place(args) and
+                not reads_own_in_place(args)) {
                 pair.is_in_place =
                     not protocol::is_complete<Atomics>(args.workspace.rows_ready + pair.m, BLOCK_M);
             }
@@ -393,6 +394,8 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                : args.workspace.tile_ready + args.workspace.tile_counter(0, tile.m);
             const uint32_t target =
                 tile.gemm == 0 ? BLOCK_M : uint32_t(kNumProcessors * args.num_n_tiles[0]);
+            const bool is_own =
+                tile.gemm == 0 and reads_own_in_place(args) and is_block_own(args, tile.m);
             // A look whose way to the L2 and back is over by the time that a stage is free.
             bool is_there = false;
             if (cute::elect_one_sync()) {
@@ -400,8 +403,10 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
             }
             __syncwarp();
             if (tile.gemm == 0 and reads_in_place(args)) {
-                const bool is_copied = __any_sync(~0u, is_there);
-                if (tile.pair == Pair::kAlongN ? tile.is_in_place : not is_copied) {
+                bool is_in_place = not __any_sync(~0u, is_there);
+                if (tile.pair == Pair::kAlongN) is_in_place = tile.is_in_place;
+                if (reads_own_in_place(args)) is_in_place = is_own;
+                if (is_in_place) {
                     const GatheredRows rows(args.plan, tile.m * BLOCK_M, args.shape.token_bytes());
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,

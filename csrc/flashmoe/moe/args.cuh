@@ -46,12 +46,14 @@ struct Choices {
 
 // How GEMM0 gets at the rows of its tokens. A rank that is alone has all of them at home, and so a
 // choice. A plan and all launches along it make one choice where that is kFirstCopied: then rows
-// lie in the order of their tiles.
+// lie in the order of their tiles. A rank of several has a choice for its own rows, in launches
+// after which nobody reads rows.
 enum class RowAccess : int {
     kCopied,       // in copies; of the first tiles' tokens all warps copy all rows
     kFirstCopied,  // in copies; of these tokens all warps copy what the first tiles read alone
     kInPlaceUntilCopied,  // where tokens have them, until a block's copies are complete
     kInPlace,             // where tokens have them; nothing is dispatched
+    kOwnInPlace,  // a block of own rows alone where tokens have them, any other block in copies
 };
 
 struct LayerArgs {
@@ -144,11 +146,23 @@ struct BackwardArgs : LayerArgs {
     const char* tokens;  // x of the forward, gathered for fc1's gradients; null: rows are read
 };
 
-// True if GEMM0 reads rows where tokens have them, as long as they are not copied.
+// True if GEMM0 reads rows where tokens have them: as long as they are not copied, or own ones.
 __device__ __forceinline__ bool reads_in_place(const LayerArgs& args) {
     if constexpr (kIsFp8) return false;
-    return args.row_access == RowAccess::kInPlaceUntilCopied or
-           args.row_access == RowAccess::kInPlace;
+    return args.row_access >= RowAccess::kInPlaceUntilCopied;
+}
+
+// The same of own rows alone, by a rank that is not alone.
+__device__ __forceinline__ bool reads_own_in_place(const LayerArgs& args) {
+    if constexpr (kIsFp8 or kHasReplicas) return false;
+    return args.row_access == RowAccess::kOwnInPlace;
+}
+
+// True if all rows of a block are this rank's own. They come first among an expert's rows, and pads
+// last, so that the block's last row tells of all.
+__device__ __forceinline__ bool is_block_own(const LayerArgs& args, int block) {
+    const RowMeta last = args.plan.row_meta[block * BLOCK_M + BLOCK_M - 1];
+    return last.src_rank == args.shape.rank and not last.is_pad();
 }
 
 // Where this rank finds its own tokens as products read them: where they are given or, in FP8, in

@@ -23,11 +23,13 @@ __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint
         });
 }
 
-// Copies one row, piece by piece, to the token's rows from `first_row` on. Scope: one thread with
-// its own piece of shared memory; up to kDispatchLanes threads of a warp do this at once.
+// Copies one row, piece by piece, to those of the token's rows that are among `num_rows` rows from
+// `first_row` on. Scope: one thread with its own piece of shared memory; up to kDispatchLanes
+// threads of a warp do this at once.
 __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           RowMeta meta,
                                           int first_row,
+                                          uint32_t num_rows,
                                           uint8_t (&piece)[kDispatchPiece],
                                           Barrier& arrived,
                                           uint32_t& parity) {
@@ -47,7 +49,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
         wait_barrier<Waiter::kThread>(args.watchdog, Wait::kDispatchCopy, arrived, parity);
         parity ^= 1;
         for (int k = 0; k < plan.topk; ++k) {
-            if (const int row = token_rows[k]; row >= first_row) {
+            if (const int row = token_rows[k]; uint32_t(row - first_row) < num_rows) {
                 cute::SM90_BULK_COPY_S2G::copy(piece, args.rows + int64_t(row) * row_bytes + offset,
                                                bytes);
             }
@@ -56,7 +58,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
     }
     protocol::publish_copies<Atomics>([&](auto count) {
         for (int k = 0; k < plan.topk; ++k) {
-            if (const int row = token_rows[k]; row >= first_row) {
+            if (const int row = token_rows[k]; uint32_t(row - first_row) < num_rows) {
                 count(args.workspace.rows_ready + row / BLOCK_M);
             }
         }
@@ -146,7 +148,8 @@ __device__ __forceinline__ int share_out(uint32_t& left, int lane) {
 
 // Dispatches rows in the order in which they are computed. This rank's own rows come first, since
 // no peer is awaited for them; those in the first `num_copied` places have been copied, and with
-// RowAccess::kCopied all rows of their tokens. Weights of replicas are pushed in between, once
+// RowAccess::kCopied all rows of their tokens. With RowAccess::kOwnInPlace an own row is copied
+// alone, if other ranks' rows are in its block. Weights of replicas are pushed in between, once
 // every rank has left the launch before. Scope: one warp.
 template <bool kPushes>
 __device__ __forceinline__ void dispatch(const LayerArgs& args,
@@ -185,15 +188,22 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
 
         RowMeta meta{};
         if (lane < args.rows_per_ticket) meta = plan.row_meta[first + lane];
+        const bool is_mixed = reads_own_in_place(args) and not is_block_own(args, first / BLOCK_M);
         const bool is_own = meta.src_rank == args.shape.rank;
         if (not has_heard and __any_sync(~0u, meta.is_owner() and not is_own)) hear();
-        const bool is_fetched = meta.is_owner() and not(is_own and place < num_copied);
+        bool is_fetched = meta.is_owner() and not(is_own and place < num_copied);
+        if (reads_own_in_place(args) and is_own) {
+            is_fetched = is_mixed and lane < args.rows_per_ticket and not meta.is_pad();
+        }
         for (uint32_t left = __ballot_sync(~0u, is_fetched); left != 0;) {
             const int from = share_out(left, lane);
             const RowMeta fetched = shuffled(meta, max(from, 0));
             if (from >= 0) {
-                fetch_row(args, fetched, first_row, pieces[lane], arrived[lane], parity);
-                atomicAdd_block(&counters().rows_pulled[fetched.src_rank], 1u);
+                const bool is_apart =
+                    reads_own_in_place(args) and fetched.src_rank == args.shape.rank;
+                fetch_row(args, fetched, is_apart ? first + from : first_row,
+                          is_apart ? 1 : INT32_MAX, pieces[lane], arrived[lane], parity);
+                if (not is_apart) atomicAdd_block(&counters().rows_pulled[fetched.src_rank], 1u);
                 pad_rows_pulled += fetched.is_pad();
             }
             __syncwarp();

@@ -281,7 +281,9 @@ typedef struct {
     void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
                          or by flashmoe_gather, read by a backward for fc1's gradients; NULL if it
                          computes none of them, neither of local experts nor in spare slots, or in
-                         a forward that reads tokens (FlashMoESizes). In FP8 a row has a byte for
+                         a forward that reads tokens (FlashMoESizes). A forward on one of several
+                         ranks that has no preact may leave blocks of this rank's own rows as they
+                         were, and read x in their place. In FP8 a row has a byte for
                          each value, then a float32 scale for each 128 of them, then zeros up to a
                          multiple of 16 bytes */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its

@@ -444,14 +444,15 @@ class KernelBackend(Backend):
 
     def _make_buffers(self, num_row_blocks: int, given: Given, *, training: bool) -> _Buffers:
         sizes = self._sizes
+        shows_rows = self.hooks.are_used and self._shows_rows
         has_rows = (
-            not sizes.reads_tokens[False]
-            or (training and self._keeps_rows(given))
-            or (self.hooks.are_used and self._shows_rows)
+            not sizes.reads_tokens[False] or (training and self._keeps_rows(given)) or shows_rows
         )
+        # Without pre-activations one of several ranks may leave rows of its own out.
+        has_preact = training or shows_rows
         return (
             self._empty(num_row_blocks * sizes.row_block_bytes) if has_rows else None,
-            self._empty(num_row_blocks * sizes.preact_block_bytes) if training else None,
+            self._empty(num_row_blocks * sizes.preact_block_bytes) if has_preact else None,
             self._empty(num_row_blocks * sizes.scratch_block_bytes[False]),
             torch.empty_like(given.x),
         )
@@ -548,7 +549,7 @@ class KernelBackend(Backend):
             making.note()
         if rows is not None and self.hooks.are_used and self._shows_rows:
             self._show_rows(rows, blocks, given.layer)
-        if preact is None:
+        if preact is None or not training:
             return out, self._header_of(pending.plan) if given.followed else None
         saved = SavedForward(
             plan=pending.plan,

@@ -893,6 +893,63 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "own rows of a block that others share are not copied",
+        "ranks2_own",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "if (not meta.pad and not is_block_own(row / s_.block_rows)) {",
+                "if (false) {",
+            ),
+        ),
+    ),
+    Mutant(
+        "a block passes for one of own rows alone by its first row",
+        "ranks2_own",
+        "a token's sum is wrong",
+        False,
+        ((FORWARD, "block * s_.block_rows + s_.block_rows - 1", "block * s_.block_rows"),),
+    ),
+    Mutant(
+        "a block passes for one of own rows alone by its pads",
+        "ranks2_own",
+        "a token's sum is wrong",
+        False,
+        ((FORWARD, "return last.src == rank_ and not last.pad;", "return last.src == rank_;"),),
+    ),
+    Mutant(
+        "copies of blocks of own rows alone are awaited, which no warp makes",
+        "ranks2_own",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "if (reads_own_in_place()) return is_block_own(block);",
+                "if (reads_own_in_place()) return false;",
+            ),
+        ),
+    ),
+    Mutant(
+        "own rows that are read in place are counted",
+        "ranks2_own",
+        "rows are counted though not copied",
+        False,
+        (
+            (
+                FORWARD,
+                "                        fetch_row(epoch, meta, row, 1);\n                    }\n",
+                "                        fetch_row(epoch, meta, row, 1);\n"
+                "                    } else if (not meta.pad) {\n"
+                "                        protocol::publish<A>(\n"
+                "                            here_.rows_ready(s_, row / s_.block_rows));\n"
+                "                    }\n",
+            ),
+        ),
+    ),
+    Mutant(
         "rows that were copied for the first tiles alone are copied again",
         "first_copied",
         TWICE,

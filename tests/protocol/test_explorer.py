@@ -25,6 +25,7 @@ COMPLETE = {
     "quantized_plan": 1_000,
     "in_place": 1_200,
     "not_copied": 400,
+    "ranks2_own": 8_000,
     "ahead": 76_000,
 }
 BOUNDED = {
@@ -32,6 +33,7 @@ BOUNDED = {
     "ranks2_gather": 10_000,
     "ranks2_quantized": 10_000,
     "ranks2_layers": 10_000,
+    "ranks2_own_backward": 10_000,
     "ranks2_layers_backward": 10_000,
     "ctas2_backward": 10_000,
     "ctas2_agents2": 10_000,

@@ -73,7 +73,11 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         s.rows_per_ticket = 1 + random.below(3), s.chunk_tokens = 1 + random.below(2);
         s.unit_rows = 1 + random.below(3), s.finishers_combine = random.below(2) == 0;
         s.has_slots = random.below(2) == 0, s.idle_looks = kManyLooks;
-        if (s.ranks == 1) s.row_access = RowAccess(random.below(4));
+        if (s.ranks == 1) {
+            s.row_access = RowAccess(random.below(4));
+        } else if (random.below(2) == 0) {
+            s.row_access = RowAccess::kOwnInPlace;
+        }
         s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
         if (is_late) {  // few threads, so that what is rare is met
             s.ranks = 2 + random.below(2), s.agents = 1, s.experts = s.ranks;

@@ -24,8 +24,8 @@ namespace protocol = flashmoe::protocol;
 
 constexpr int kMaxRanks = 4, kMaxTopk = 4, kMaxTokens = 16, kMaxExperts = 16, kMaxWidth = 2;
 
-// How a rank that is alone gets at its rows: moe/args.cuh.
-enum class RowAccess { kCopied, kFirstCopied, kInPlaceUntilCopied, kInPlace };
+// How a rank gets at its rows, or at its own ones: moe/args.cuh.
+enum class RowAccess { kCopied, kFirstCopied, kInPlaceUntilCopied, kInPlace, kOwnInPlace };
 
 struct Sizes {
     int ranks;
@@ -283,6 +283,7 @@ class Agent {
             launch.kind != Kind::kBackward) {
             access_ = RowAccess::kInPlaceUntilCopied;
         }
+        if (access_ == RowAccess::kOwnInPlace and follows(launch)) access_ = RowAccess::kCopied;
         if (follows(launch) and unfollowed() != 0) return leave_unmatched(launch);
         const uint32_t epoch = uint32_t(A::read(&here_.epoch[0])) + 1;
         bool go_on = true;
@@ -489,7 +490,9 @@ class Agent {
     void for_own_chunks(const int (&num_tokens)[kMaxRanks], Visit visit) {
         const int chunks = s_.ranks * s_.tokens, per_cta = (chunks + s_.ctas - 1) / s_.ctas;
         for (int i = cta_ * per_cta; i < (cta_ + 1) * per_cta and i < chunks; ++i) {
-            const int src = (rank_ + i % s_.ranks) % s_.ranks, token = i / s_.ranks;
+            const int behind = i - s_.tokens, others = s_.ranks > 1 ? s_.ranks - 1 : 1;
+            const int away = behind < 0 ? 0 : 1 + behind % others;  // this rank's come first
+            const int src = (rank_ + away) % s_.ranks, token = behind < 0 ? i : behind / others;
             if (token < num_tokens[src]) visit(src, token);
         }
     }
@@ -659,8 +662,14 @@ class Agent {
             [&](int, auto load, auto done) { wait("dispatch waits for rows", load, done); });
     }
 
-    bool reads_in_place() const {
-        return access_ == RowAccess::kInPlaceUntilCopied or access_ == RowAccess::kInPlace;
+    bool reads_in_place() const { return access_ >= RowAccess::kInPlaceUntilCopied; }
+    bool reads_own_in_place() const { return access_ == RowAccess::kOwnInPlace; }
+
+    // Own rows come first among an expert's, and pads last.
+    bool is_block_own(int block) {
+        const Row last =
+            Row::unpack(A::read(&here_.row_meta[block * s_.block_rows + s_.block_rows - 1]));
+        return last.src == rank_ and not last.pad;
     }
 
     // The blocks of the first tiles, a bit each.
@@ -733,8 +742,12 @@ class Agent {
                     await_rows(epoch);
                     has_heard = true;
                 }
-                if (meta.owner and not(is_own and is_first(copied_blocks, row))) {
-                    fetch_row(epoch, meta, first_row);
+                if (reads_own_in_place() and is_own) {
+                    if (not meta.pad and not is_block_own(row / s_.block_rows)) {
+                        fetch_row(epoch, meta, row, 1);
+                    }
+                } else if (meta.owner and not(is_own and is_first(copied_blocks, row))) {
+                    fetch_row(epoch, meta, first_row, s_.max_rows());
                 }
                 if (meta.pad) {
                     A::write(&here_.received[row], 0);
@@ -748,7 +761,7 @@ class Agent {
         if (not has_heard) await_rows(epoch);
     }
 
-    void fetch_row(uint32_t epoch, const Row& meta, int first_row) {
+    void fetch_row(uint32_t epoch, const Row& meta, int first_row, int num_rows) {
         const uint64_t value = meta.src == rank_ and not quantizes_
                                    ? x_value(epoch, rank_, meta.token)
                                    : A::read_by_tma(row_of(meta.src, meta.token));
@@ -756,7 +769,8 @@ class Agent {
                  "a row of another epoch is read");
         uint64_t rows = A::read(&here_.token_rows[meta.src * s_.tokens + meta.token]);
         for (int k = 0; k < topk_; ++k) {
-            if (entry(rows, k) < first_row) rows = with_entry(rows, k, -1);
+            const int row = entry(rows, k);
+            if (row < first_row or row >= first_row + num_rows) rows = with_entry(rows, k, -1);
         }
         for_each_row(rows, [&](int row) { A::write_by_bulk(&here_.received[row], value); });
         protocol::publish_copies<A>([&](auto count) {
@@ -795,19 +809,23 @@ class Agent {
             const int expert = rank_ * s_.local_experts() + local;
             if ((unit & 255) == 2) {
                 for (int of_pair : {0, 1}) {
-                    const bool in_place =
-                        pair.gemm == 0 and reads_in_place() and not is_copied(block + of_pair);
+                    const bool in_place = pair.gemm == 0 and is_in_place(block + of_pair);
                     compute_tile(launch, epoch, pair.gemm, block + of_pair, pair.n, expert,
                                  in_place);
                 }
             } else if (pair.n % 2 == 0) {  // a single block has two tiles along N, which share A
-                const bool in_place = pair.gemm == 0 and reads_in_place() and not is_copied(block);
+                const bool in_place = pair.gemm == 0 and is_in_place(block);
                 compute_tile(launch, epoch, pair.gemm, block, pair.n, expert, in_place);
                 if (pair.n + 1 < s_.n_tiles[pair.gemm]) {
                     compute_tile(launch, epoch, pair.gemm, block, pair.n + 1, expert, in_place);
                 }
             }
         }
+    }
+
+    bool is_in_place(int block) {
+        if (reads_own_in_place()) return is_block_own(block);
+        return reads_in_place() and not is_copied(block);
     }
 
     bool is_copied(int block) {
@@ -1207,6 +1225,11 @@ class Agent {
         const int num_rows = copies and go_on and not is_raised ? num_blocks() * s_.block_rows : 0;
         for (int row = 0; row < num_rows; ++row) {
             const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
+            if (reads_own_in_place() and is_block_own(row / s_.block_rows)) {
+                A::check(A::load(here_.rows_ready(s_, row / s_.block_rows)) == 0,
+                         "rows are counted though not copied");
+                continue;
+            }
             A::check(A::read(&here_.received[row]) ==
                          (meta.pad ? 0 : x_value(epoch, meta.src, meta.token)),
                      "a row was lost, or is another");

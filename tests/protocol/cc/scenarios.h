@@ -67,6 +67,19 @@ inline std::vector<Scenario> small_scenarios() {
                        {third, again(third, Kind::kGather), again(third, Kind::kBackward)}});
     }
     {
+        // Two GPUs, the first of which has a block of own rows alone and one of both ranks' rows,
+        // then a block of another's row and a pad.
+        Sizes s{};
+        s.ranks = 2, s.ctas = 1, s.agents = 2, s.experts = 2, s.topk = 1, s.tokens = 3;
+        s.block_rows = 2, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.rows_per_ticket = s.unit_rows = 2, s.chunk_tokens = 3;
+        s.row_access = RowAccess::kOwnInPlace;
+        const Launch mixed = launch_of(Kind::kForward, s, {{{0}, {0}, {0}}, {{0}}});
+        const Launch other = launch_of(Kind::kForward, s, {{}, {{0}}});
+        all.push_back({"ranks2_own", s, {mixed, other}});
+        all.push_back({"ranks2_own_backward", s, {mixed, again(mixed, Kind::kBackward)}});
+    }
+    {
         // Two GPUs and layers of different shapes. The second has nothing to do in the first layer.
         Sizes s{};
         s.ranks = 2, s.ctas = 1, s.agents = 2, s.experts = 2, s.topk = 2, s.tokens = 1;

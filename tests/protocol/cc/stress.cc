@@ -72,7 +72,11 @@ int main(int argc, char** argv) {
         s.rows_per_ticket = 1 + random.below(4), s.chunk_tokens = 1 + random.below(4);
         s.unit_rows = 1 + random.below(4), s.finishers_combine = random.below(2) == 0;
         s.has_slots = random.below(2) == 0, s.idle_looks = kManyLooks;
-        if (s.ranks == 1) s.row_access = RowAccess(random.below(4));
+        if (s.ranks == 1) {
+            s.row_access = RowAccess(random.below(4));
+        } else if (random.below(2) == 0) {
+            s.row_access = RowAccess::kOwnInPlace;
+        }
         s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
         const auto sequence = random_launches(s, 20, random());
         const size_t threads = run(s, sequence, random());

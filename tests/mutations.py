@@ -101,6 +101,14 @@ MUTATIONS = (
         "::test_micro_batches_whose_owner_lets_go_of_their_tokens",
     ),
     Mutation(
+        "hooks see rows of an evaluation of which some are not there",
+        "KernelBackend._make_buffers",
+        "training or shows_rows",
+        "training",
+        "tests/unit/test_capacity_hooks.py::test_the_kernel_shows_its_rows_behind_the_launch",
+        on_gpu="tests/gpu/test_own_rows.py::test_hooks_see_all_rows",
+    ),
+    Mutation(
         "planned memory has rows of narrow experts on one GPU, which fetch none again",
         "plan_memory",
         "0 if sizes.reads_tokens[True] else rows",

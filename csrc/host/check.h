@@ -83,14 +83,13 @@ inline bool reads_tokens(const FlashMoEProblem* p, bool is_backward) {
     return forward_tiles(p) <= (is_backward ? kMostReadsOfGrads : kMostReads);
 }
 
-// As many tiles may read a block of own rows where tokens have them, on one of several ranks.
-constexpr int kMostReadsOfOwn = 2;
-
 // True if a forward on one of several ranks can leave rows of its own out of the copies. In each
-// expert own rows come first, unless rows are in the order of ranks.
+// expert own rows come first, unless rows are in the order of ranks. As many tiles may read them,
+// though gathering takes longer there than copying saves: the dispatch warps, for which products
+// wait, have other ranks' rows alone to bring.
 inline bool reads_own_tokens(const FlashMoEProblem* p) {
     if (is_in_fp8(p) or kHasReplicas or shape_of(p).is_rank_invariant()) return false;
-    return p->num_ranks > 1 and forward_tiles(p) <= kMostReadsOfOwn;
+    return p->num_ranks > 1 and forward_tiles(p) <= kMostReads;
 }
 
 inline int64_t placement_bytes(const FlashMoEProblem* p) {

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.gpu
 
 TOKENS = {2: [700, 513], 4: [700, 0, 390, 130]}
 """Enough that an expert has blocks of own rows, of others' and, nearly always, a mixed one."""
-NARROW, WIDE = 256, 320
-"""FFN widths of two tiles of a gated fc1, and of more than read own rows in place."""
+NARROW, WIDE = 512, 576
+"""FFN widths of four tiles of a gated fc1, and of more than read own rows in place."""
 
 
 def of_ranks(num_ranks: int, **changes: Any) -> MoEConfig:
@@ -48,7 +48,7 @@ def own_blocks(config: MoEConfig, inputs: cases.Inputs, rank: int) -> list[tuple
     return found
 
 
-@pytest.mark.parametrize("intermediate", [64, NARROW, WIDE])
+@pytest.mark.parametrize("intermediate", [192, NARROW, WIDE])
 @pytest.mark.parametrize(
     "case", ["uniform", "skewed", "to_one_rank", "to_one_expert", "with_empty_experts"]
 )

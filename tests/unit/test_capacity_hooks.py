@@ -245,9 +245,12 @@ def test_the_kernel_shows_its_rows_behind_the_launch(monkeypatch: pytest.MonkeyP
         if not call.is_probe:
             seen.append((len(kernel.launched), rows.data_ptr(), tuple(rows.shape), rows.dtype))
 
+    kernel.call()
+    assert kernel.launched.pop()[5] is None, "an evaluation keeps no pre-activations"
     for stage in ("dispatch", "padding"):
         kernel.backend.hooks.add("after", stage, look)  # type: ignore[arg-type]
     given = kernel.call()
+    assert kernel.launched[-1][5] is not None, "else one of several ranks leaves own rows out"
     blocks = kernel.launched[-1][8]
     shape = (blocks * TILE_M, CONFIG.hidden)
     assert seen == [(1, given["rows"].data_ptr(), shape, torch.bfloat16)] * 2

@@ -84,9 +84,8 @@ inline bool reads_tokens(const FlashMoEProblem* p, bool is_backward) {
 }
 
 // True if a forward on one of several ranks can leave rows of its own out of the copies. In each
-// expert own rows come first, unless rows are in the order of ranks. As many tiles may read them,
-// though gathering takes longer there than copying saves: the dispatch warps, for which products
-// wait, have other ranks' rows alone to bring.
+// expert own rows come first, unless rows are in the order of ranks. As many tiles may read them as
+// on a rank that is alone: dispatch warps then have less to copy, and others' rows come earlier.
 inline bool reads_own_tokens(const FlashMoEProblem* p) {
     if (is_in_fp8(p) or kHasReplicas or shape_of(p).is_rank_invariant()) return false;
     return p->num_ranks > 1 and forward_tiles(p) <= kMostReads;

@@ -190,6 +190,10 @@ struct Shape {
     // Routing is processed in chunks of one warp's width; chunks of all sources are interleaved.
     __host__ __device__ int chunks_per_rank() const { return ceil_div(max_tokens, 32); }
     __host__ __device__ int num_chunks() const { return chunks_per_rank() * num_ranks; }
+    // The most chunks of one CTA: a CTA places neighbours.
+    __host__ __device__ int chunks_per_cta(int num_ctas) const {
+        return ceil_div(num_chunks(), num_ctas);
+    }
 };
 
 }  // namespace flashmoe

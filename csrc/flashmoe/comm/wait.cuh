@@ -16,6 +16,8 @@ struct Awaited {
     uint32_t expected;
 };
 
+constexpr uint32_t kPollsBeforeLook = 8;
+
 // Polls `load` until `done` accepts its value. False once this rank or another has given up: then
 // every wait of the launch ends at once, and the launch with it. What it computes from there on is
 // void, but stays inside its buffers, since places come from a plan that was complete.
@@ -32,7 +34,8 @@ __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,
         seen = load();
         if (done(seen)) break;
         __nanosleep(20);
-        if (spin % 256 != 0) continue;
+        // A look takes as long as a poll, and most waits are short: the first ones do without.
+        if (spin % 256 != kPollsBeforeLook) continue;
         uint32_t who = watchdog.who_gave_up();
         if (who == 0) {
             if (ptx::globaltimer_ns() - start <= watchdog.timeout_ns) continue;

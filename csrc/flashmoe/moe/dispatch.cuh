@@ -95,10 +95,11 @@ __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
     const int chunks = kIsFp8 ? args.shape.token_bytes() / 16 : args.shape.hidden / 8;
     const uint32_t lanes = 0xFFFFu << (threadIdx.x % 32 / kLanes * kLanes);
     const int places = num_first_places(args), step = int(blockDim.x / kLanes * gridDim.x);
+    // Rows that are copied apart lie in the order of places, but for places that have none.
     const bool is_apart = args.row_access == RowAccess::kFirstCopied;
-    for (int place = int(threadIdx.x / kLanes * gridDim.x + blockIdx.x); place < places;
-         place += step) {
-        const int row = plan.row_at(place);
+    const int count = is_apart ? row_behind(plan, places) : places;
+    for (int i = int(threadIdx.x / kLanes * gridDim.x + blockIdx.x); i < count; i += step) {
+        const int row = is_apart ? i : plan.row_at(i);
         const RowMeta meta = row >= 0 ? plan.row_meta[row] : RowMeta{};
         const bool is_copied = is_apart ? row >= 0 and not meta.is_pad() : meta.is_owner();
         if (not is_copied or meta.src_rank != rank) continue;

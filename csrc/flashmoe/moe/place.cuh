@@ -187,22 +187,18 @@ struct PlacementSmem {
     int first_chunk;
     int num_chunks;
 
-    // Most chunks of one CTA.
-    __host__ __device__ static int max_chunks(const Shape& s, int num_ctas) {
-        return ceil_div(s.num_chunks(), num_ctas);
-    }
     // Words that a grid of `num_ctas` needs.
     __host__ __device__ static int64_t words(const Shape& s, int num_ctas) {
         const int64_t local = s.num_local_slots();
-        return ReplicaSmem::words(s) + max_chunks(s, num_ctas) * local + s.num_slots() + 5 * local +
-               3;
+        return ReplicaSmem::words(s) + s.chunks_per_cta(num_ctas) * local + s.num_slots() +
+               5 * local + 3;
     }
     // Whole lines, since the memory after them belongs to the copy of rows.
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
         return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
     }
     __device__ PlacementSmem(const Shape& s, void* smem) : replicas(s, smem) {
-        const int local = s.num_local_slots(), max = max_chunks(s, int(gridDim.x));
+        const int local = s.num_local_slots(), max = s.chunks_per_cta(int(gridDim.x));
         first_chunk = int(blockIdx.x) * max;
         num_chunks = min(max, s.num_chunks() - first_chunk);  // not above 0 where there are none
         counts = static_cast<uint32_t*>(smem) + ReplicaSmem::words(s);
@@ -242,6 +238,16 @@ __device__ __forceinline__ bool await_routes(const LayerArgs& args,
         num_tokens[threadIdx.x] = is_here ? int(RouteSignal::tokens(seen)) : 0;
     }
     return Planners::all(is_here);
+}
+
+// The same where this CTA has written the routes that it places. False if a fault has been raised
+// that one of its threads knows, above all by one that has read a routing which is refused; the
+// barrier after the counts tells the other CTAs. Scope: the planners of a CTA.
+__device__ __forceinline__ bool take_own_routes(const LayerArgs& args,
+                                                int (&num_tokens)[kMaxRanks]) {
+    if (threadIdx.x == 0) num_tokens[args.shape.rank] = args.num_tokens;
+    Planners::sync();
+    return Atomics::load(args.workspace.raised) == 0;
 }
 
 // This CTA's chunks: the same for both walks.
@@ -341,6 +347,17 @@ __device__ __forceinline__ bool rows_fit(const LayerArgs& args, uint32_t epoch) 
         }
     }
     return fit;
+}
+
+// The same for a rank that is alone, which has no others to agree with: `blocks` are its own.
+// Scope: the planners of a CTA.
+__device__ __forceinline__ bool own_rows_fit(const LayerArgs& args, uint32_t blocks) {
+    const uint32_t bound = RowBound::blocks(args.row_bound);
+    if (blocks <= bound) return true;
+    if (threadIdx.x == 0) {
+        args.watchdog.raise(kFaultRows, Wait::kRouting, args.shape.rank, -1, bound, blocks);
+    }
+    return false;
 }
 
 // How many of an expert's units hold the own rank's rows, and at most a few others: all units of a
@@ -541,12 +558,18 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
             const bool is_placing = round == 1;
             bool may_go_on;
             if (not is_placing) {
-                may_go_on = await_routes(args, epoch, num_tokens);
+                may_go_on = has_own_routes(args) ? take_own_routes(args, num_tokens)
+                                                 : await_routes(args, epoch, num_tokens);
                 if (has_slots) placed = plan_replicas(args, epoch, smem.replicas, may_go_on);
                 if (placed == Placed::kNot) break;
             } else {
-                may_go_on = rows_fit(args, epoch);
+                const bool is_alone = args.shape.num_ranks == 1;
+                may_go_on = is_alone or rows_fit(args, epoch);
                 place_experts(args, epoch, smem);
+                if (is_alone) {
+                    const int num_slots = args.shape.num_local_slots();
+                    may_go_on = own_rows_fit(args, uint32_t(smem.expert_block[num_slots]));
+                }
                 place_units(args, smem);
             }
             walk_chunks(args, epoch, smem, num_tokens, placed == Placed::kBySlots, is_placing);

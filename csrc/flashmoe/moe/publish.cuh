@@ -109,6 +109,14 @@ __device__ __forceinline__ void publish_tokens(
     for (int k = num_routes + nth; k < s.topk; k += width) send(k, {-1, 0.0f});
 }
 
+// True if each CTA publishes the routes that it places, so that it has to wait for its own warps
+// alone: that is for a rank that is alone and has its routing already. A router's tokens go round
+// the CTAs instead, so that few of them keep all CTAs busy.
+__device__ __forceinline__ bool has_own_routes(const LayerArgs& args) {
+    const Shape& s = args.shape;
+    return s.num_ranks == 1 and s.spare_slots == 0 and args.router.weight == nullptr;
+}
+
 // Sends every token's routes to every rank, after the router has run if there is one. A warp takes
 // a share of the tokens at a time: as many as it reads at once or, with a router, as it chooses
 // for. With spare slots `counts` has a zero for each expert. Scope: the planners of the grid.
@@ -142,9 +150,14 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args,
         }
         Planners::sync();  // a token's logits are several warps'
     }
+    // Or a CTA has all tokens of its chunks, and its shares follow one another.
+    const bool is_own = has_own_routes(args);
+    const int tokens = 32 * s.chunks_per_cta(int(gridDim.x)), begin = int(blockIdx.x) * tokens;
+    const int last = is_own ? min(begin + tokens, args.num_tokens) : args.num_tokens;
+    const auto first_of = [&](int nth) { return is_own ? begin + nth * share : share_at(nth); };
 #pragma unroll 1
-    for (int nth = warp; share_at(nth) < args.num_tokens; nth += num_warps) {
-        const int first = share_at(nth), end = min(first + share, args.num_tokens);
+    for (int nth = warp; first_of(nth) < last; nth += num_warps) {
+        const int first = first_of(nth), end = min(first + share, last);
         if (has_router) choose_experts(args, first);
 #pragma unroll 1
         for (int token = first; token < end; token += at_a_time) {
@@ -159,6 +172,7 @@ __device__ __forceinline__ void publish_routes(const LayerArgs& args,
     if (blockIdx.x == 0 and threadIdx.x < s.num_ranks) {
         *args.heap.row_block_bound(int(threadIdx.x), epoch, s.rank) = args.row_bound;
     }
+    if (is_own) return;
     if (counts != nullptr) add_route_counts(args, counts);
     const auto tell = [&] {
         const bool refused = Atomics::load(args.workspace.raised) != 0;

@@ -581,6 +581,32 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        "a rank that is alone does not wait for routes that other CTAs have written",
+        "own_routes",
+        "is read before it is known to be written",
+        True,
+        (
+            (
+                FORWARD,
+                "const int begin = is_own ? cta_ * per_cta : cta_;",
+                "const int begin = is_own ? (cta_ + 1) % s_.ctas * per_cta : cta_;",
+            ),
+        ),
+    ),
+    Mutant(
+        "a CTA tells no other that it refuses its routes",
+        "own_routes",
+        "ranks disagree whether to go on",
+        False,
+        (
+            (
+                FORWARD,
+                "return A::load(&here_.raised[0]) == 0;\n    }\n\n    template <class Visit>",
+                "return true;\n    }\n\n    template <class Visit>",
+            ),
+        ),
+    ),
+    Mutant(
         "nobody is told that a rank gives up",
         "ranks3_absent",
         HANG,

@@ -46,6 +46,7 @@ struct Sizes {
     bool has_slots = false;  // for replicas, whose gradients of fc2 are added within a backward
     int idle_looks = 2;      // in a row, behind which who combines early leaves the rest
     RowAccess row_access = RowAccess::kCopied;
+    bool has_own_routes = false;  // of a rank that is alone: each CTA places what it has written
     bool quantizes = false;  // FP8: forwards write this rank's tokens into its heap, and read them
 
     int local_experts() const { return experts / ranks; }
@@ -347,7 +348,11 @@ class Agent {
 
     void publish_routes(const Launch& launch, uint32_t epoch) {
         if (launch.refusing_rank == rank_ and cta_ == 0) A::fetch_or(&here_.raised[0], 1);
-        for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
+        const bool is_own = s_.has_own_routes;
+        const int per_cta = (s_.tokens + s_.ctas - 1) / s_.ctas, step = is_own ? 1 : s_.ctas;
+        const int begin = is_own ? cta_ * per_cta : cta_;
+        const int tokens = launch.tokens[rank_], last = is_own ? begin + per_cta : tokens;
+        for (int token = begin; token < last and token < tokens; token += step) {
             for (int rank = 0; rank < s_.ranks; ++rank) {
                 for (int k = 0; k < topk_; ++k) {
                     A::write(route_of(rank, epoch, rank_, token, k),
@@ -356,6 +361,13 @@ class Agent {
             }
         }
         if (cta_ == 0) write_row_block_bounds(launch, epoch);
+        if (not is_own) tell_routes(launch, epoch);
+        // In the kernel another warp does so, once its CTA's routes are out, unless all warps
+        // quantize.
+        if (s_.agents == 1 or s_.quantizes) publish_rows(launch, epoch);
+    }
+
+    void tell_routes(const Launch& launch, uint32_t epoch) {
         protocol::arrive<A>(here_.counter(M::kRoutes), s_.ctas, [&] {
             const bool refused = A::load(&here_.raised[0]) != 0;
             if (refused) {
@@ -370,9 +382,6 @@ class Agent {
                                 ->route_signals[protocol::route_word(epoch, s_.ranks, rank_)];
                 });
         });
-        // In the kernel another warp does so, once its CTA's routes are out, unless all warps
-        // quantize.
-        if (s_.agents == 1 or s_.quantizes) publish_rows(launch, epoch);
     }
 
     void write_row_block_bounds(const Launch& launch, uint32_t epoch) {
@@ -456,7 +465,8 @@ class Agent {
     bool plan(const Launch& launch, uint32_t epoch) {
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
-        const bool has_routes = await_routes(epoch, num_tokens);
+        const bool has_routes = s_.has_own_routes ? take_own_routes(launch, num_tokens)
+                                                  : await_routes(epoch, num_tokens);
         count_routes(epoch, num_tokens);  // if not all routes are here, those that are
         if (not grid_barrier(0, has_routes)) return false;
         const bool fit = rows_fit(epoch);
@@ -484,6 +494,11 @@ class Agent {
             all &= is_here;
         }
         return all;
+    }
+
+    bool take_own_routes(const Launch& launch, int (&num_tokens)[kMaxRanks]) {
+        num_tokens[rank_] = launch.tokens[rank_];
+        return A::load(&here_.raised[0]) == 0;
     }
 
     template <class Visit>

@@ -170,6 +170,13 @@ inline std::vector<Scenario> small_scenarios() {
         Sizes few = s;  // the first tiles read one of a token's two rows
         few.row_access = RowAccess::kFirstCopied;
         all.push_back({"first_copied", few, {both, again(both, Kind::kBackward)}});
+        // Each CTA places the routes that it has written, or the first one refuses them.
+        Sizes own = s;
+        own.tokens = 3, own.topk = 1, own.has_own_routes = true;
+        const Launch third = launch_of(Kind::kForward, own, {{{1}, {0}, {1}}});
+        Launch refused = third;
+        refused.refusing_rank = 0, refused.fails = true;
+        all.push_back({"own_routes", own, {third, refused, again(third, Kind::kPlan)}});
         Sizes fp8 = few;  // both read tokens that either CTA has quantized
         fp8.quantizes = true;
         all.push_back({"quantized", fp8, {both, again(both, Kind::kGather), one}});

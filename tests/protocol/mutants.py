@@ -594,7 +594,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "a CTA tells no other that it refuses its routes",
+        "a CTA of a rank that is alone tells no other that it refuses its routes",
         "own_routes",
         "ranks disagree whether to go on",
         False,

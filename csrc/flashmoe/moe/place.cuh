@@ -563,7 +563,7 @@ __device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch
                 if (has_slots) placed = plan_replicas(args, epoch, smem.replicas, may_go_on);
                 if (placed == Placed::kNot) break;
             } else {
-                const bool is_alone = args.shape.num_ranks == 1;
+                const bool is_alone = not kHasReplicas and args.shape.num_ranks == 1;
                 may_go_on = is_alone or rows_fit(args, epoch);
                 place_experts(args, epoch, smem);
                 if (is_alone) {

@@ -114,7 +114,7 @@ __device__ __forceinline__ void publish_tokens(
 // the CTAs instead, so that few of them keep all CTAs busy.
 __device__ __forceinline__ bool has_own_routes(const LayerArgs& args) {
     const Shape& s = args.shape;
-    return s.num_ranks == 1 and s.spare_slots == 0 and args.router.weight == nullptr;
+    return not kHasReplicas and s.num_ranks == 1 and args.router.weight == nullptr;
 }
 
 // Sends every token's routes to every rank, after the router has run if there is one. A warp takes

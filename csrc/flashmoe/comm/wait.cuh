@@ -16,10 +16,10 @@ struct Awaited {
     uint32_t expected;
 };
 
-constexpr uint32_t kPollsBeforeLook = 8;
+constexpr uint32_t kPollsBeforeLook = 8;  // some 6 us
 
 // Polls `load` until `done` accepts its value. False once this rank or another has given up: then
-// every wait of the launch ends at once, and the launch with it. What it computes from there on is
+// every wait of the launch ends soon, and the launch with it. What it computes from there on is
 // void, but stays inside its buffers, since places come from a plan that was complete.
 template <class Load, class Done>
 __device__ __forceinline__ bool wait_for(const Watchdog& watchdog,

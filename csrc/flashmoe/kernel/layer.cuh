@@ -129,36 +129,6 @@ __device__ __forceinline__ void combine_meanwhile(const LayerArgs& args, Combine
     args.watchdog.trace.add(event_of(Span::kDeliver), kMeanwhile, begin);
 }
 
-// True if the launch plans: flashmoe_plan has not.
-template <class Pass>
-__device__ __forceinline__ bool plans(const LayerArgs& args) {
-    return not Pass::kIsBackward and args.routing_map != nullptr;
-}
-
-#ifdef FLASHMOE_TRIAL_PREFETCH
-template <class Pass>
-__device__ __forceinline__ void prefetch_weights(const typename Pass::Args& args) {
-    if constexpr (not Pass::kIsBackward and not kIsFp8 and Pass::kMajorB == Major::K) {
-        const Shape& s = args.shape;
-        if (s.num_ranks > 1 or not plans<Pass>(args) or s.is_split) return;
-        if (args.num_tokens * s.topk > s.num_experts * kClusterSize * BLOCK_M) return;
-        const int lane = kLayerThreads - 1 - int(threadIdx.x);
-        if (lane >= 32) return;
-        const int per_expert =
-            min(FLASHMOE_TRIAL_PREFETCH * 64 / s.num_experts, 2 * args.num_k_blocks[0] * args.num_n_tiles[0]);
-#pragma unroll 1
-        for (int e = lane; e < s.num_experts; e += 32) {
-#pragma unroll 1
-            for (int q = int((blockIdx.x + 8 * e) % gridDim.x); q < per_expert; q += gridDim.x) {
-                const int n = q / (2 * args.num_k_blocks[0]), k = q / 2 % args.num_k_blocks[0];
-                cute::SM90_TMA_LOAD_3D::PREFETCH::copy(args.weight_maps + e, 0,
-                                             begin_of_b<Pass>(s, 0, n, q % 2), k);
-            }
-        }
-    }
-}
-#endif
-
 // Plans, unless flashmoe_plan already has. False on every CTA if the layer cannot go on.
 template <class Pass>
 __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
@@ -167,7 +137,7 @@ __device__ __forceinline__ bool open_layer(const LayerArgs& args, void* smem) {
         if (not Pass::kIsBackward and Planners::has_me()) leave_no_rows(args, ranks);
         return false;
     }
-    if (not plans<Pass>(args)) return true;
+    if (Pass::kIsBackward or args.routing_map == nullptr) return true;
     return plan_layer(args, current_epoch(args.workspace), smem);
 }
 
@@ -206,9 +176,6 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
         ptx::acquire_tensor_map(args.weight_maps + i);
         if constexpr (Pass::kHasWeightGrads) ptx::acquire_tensor_map(args.weight_grads.maps + i);
     }
-#ifdef FLASHMOE_TRIAL_PREFETCH
-    prefetch_weights<Pass>(args);
-#endif
     if (threadIdx.x == kLayerThreads - 1) {  // the last warp does not plan
         init_barriers(ring, words.mailbox, kNumProcessors * (kProcessorWarps + 1));
         init_barriers(handover);

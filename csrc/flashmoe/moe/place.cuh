@@ -240,9 +240,9 @@ __device__ __forceinline__ bool await_routes(const LayerArgs& args,
     return Planners::all(is_here);
 }
 
-// The same where this CTA has written the routes that it places. False if a fault has been raised
-// that one of its threads knows, above all by one that has read a routing which is refused; the
-// barrier after the counts tells the other CTAs. Scope: the planners of a CTA.
+// The same where this CTA has written the routes that it places. False if this rank has raised a
+// fault, as a thread does that refuses a token's routing: the barrier after the counts tells the
+// CTAs that have not seen it. Scope: the planners of a CTA.
 __device__ __forceinline__ bool take_own_routes(const LayerArgs& args,
                                                 int (&num_tokens)[kMaxRanks]) {
     if (threadIdx.x == 0) num_tokens[args.shape.rank] = args.num_tokens;

@@ -111,7 +111,8 @@ __device__ __forceinline__ void publish_tokens(
 
 // True if each CTA publishes the routes that it places, so that it has to wait for its own warps
 // alone: that is for a rank that is alone and has its routing already. A router's tokens go round
-// the CTAs instead, so that few of them keep all CTAs busy.
+// the CTAs instead, so that few of them keep all CTAs busy; and a plan with spare slots has no
+// register for it.
 __device__ __forceinline__ bool has_own_routes(const LayerArgs& args) {
     const Shape& s = args.shape;
     return not kHasReplicas and s.num_ranks == 1 and args.router.weight == nullptr;

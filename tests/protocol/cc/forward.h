@@ -46,7 +46,7 @@ struct Sizes {
     bool has_slots = false;  // for replicas, whose gradients of fc2 are added within a backward
     int idle_looks = 2;      // in a row, behind which who combines early leaves the rest
     RowAccess row_access = RowAccess::kCopied;
-    bool has_own_routes = false;  // of a rank that is alone: each CTA places what it has written
+    bool has_own_routes = false;  // each CTA places the routes that it has written
     bool quantizes = false;  // FP8: forwards write this rank's tokens into its heap, and read them
 
     int local_experts() const { return experts / ranks; }

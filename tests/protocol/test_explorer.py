@@ -21,7 +21,7 @@ COMPLETE = {
     "ctas2_grads": 5_500,
     "ctas2_grads_slots": 3_600,
     "first_copied": 16_000,
-    "own_routes": 1,
+    "own_routes": 1_200,
     "quantized": 1_000,
     "quantized_plan": 1_000,
     "in_place": 1_200,

@@ -46,8 +46,8 @@ struct Choices {
 
 // How GEMM0 gets at the rows of its tokens. A rank that is alone has all of them at home, and so a
 // choice. A plan and all launches along it make one choice where that is kFirstCopied: then rows
-// lie in the order of their tiles. A rank of several has a choice for its own rows, in launches
-// after which nobody reads rows.
+// lie in the order of their tiles. A rank of several has a choice for its own rows, in a launch
+// whose rows no backward reads.
 enum class RowAccess : int {
     kCopied,       // in copies; of the first tiles' tokens all warps copy all rows
     kFirstCopied,  // in copies; of these tokens all warps copy what the first tiles read alone

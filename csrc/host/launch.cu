@@ -320,11 +320,13 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     args->num_n_tiles[1] = ceil_div(p->hidden, BLOCK_N);
     args->num_k_blocks[0] = p->hidden / BLOCK_K;
     args->num_k_blocks[1] = gemm1_input(p, is_backward) / BLOCK_K;
-    // A step is at least a wave of GEMM0 tiles. Between GEMM0 of a group and its GEMM1, finishers
-    // need the time of some tiles: where a step's GEMM1 is shorter, two steps are between.
+    // A step is at least a wave of GEMM0 tiles; in FP8 one and a half, where rows come late.
+    // Between GEMM0 of a group and its GEMM1, finishers need the time of some tiles: where a step's
+    // GEMM1 is shorter, two steps are between.
     constexpr int kFinishersStages = 48;
     const int num_clusters = p->num_ctas / kClusterSize;
-    args->group_units = std::max(8, ceil_div(num_clusters, args->num_n_tiles[0]));
+    const int least_tiles = kIsFp8 and waits_for_copies(p) ? num_clusters * 3 / 2 : num_clusters;
+    args->group_units = std::max(8, ceil_div(least_tiles, args->num_n_tiles[0]));
 #ifdef FLASHMOE_IN_FP8
     // All warps copy the rows of one step or, where the next would wait for its rows, of two.
     args->first_units = (waits_for_copies(p) ? 2 : 1) * args->group_units;
@@ -341,8 +343,9 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
         args->rows_per_unit /= 2;
     }
     // A finisher must not sum so much at a time that this takes much longer than a product of
-    // GEMM1. Where that product is short, the finisher is late in any case.
-    constexpr int64_t kBytesPerStage = 28 * 1024;
+    // GEMM1. Where that product is short, the finisher is late in any case. In FP8 a stage is
+    // short, and a finisher has few registers to load with.
+    constexpr int64_t kBytesPerStage = kIsFp8 ? 4 * 1024 : 28 * 1024;
     constexpr int kFewStages = 12;
     args->finishers_combine =
         not args->shape.is_rank_invariant() and args->num_k_blocks[1] >= kFewStages and

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -453,3 +454,15 @@ def test_a_backend_without_early_gradients_is_refused(monkeypatch) -> None:
     layer = FusedLayer(problem, ReferenceBackend(problem.config), use_main_grad=True)
     with pytest.raises(SystemExit, match="are not early"):
         early_timing(layer, 1)
+
+
+def test_a_turn_is_timed_once_its_calls_have_run_for_a_while() -> None:
+    """So its clock is one that its own calls have settled."""
+    called: list[float] = []
+    stopwatch.turn_ms(lambda: called.append(time.monotonic()), 3)
+    assert len(called) == 4
+    called.clear()
+    begin = time.monotonic()
+    stopwatch.turn_ms(lambda: called.append(time.monotonic()), 3, settle_ms=20)
+    assert called[-4] - begin >= 0.02
+    assert len(called) % 3 == 1

@@ -3,9 +3,11 @@
     python -m tools.bench.bench_peers --out runs/peers.jsonl --minutes 8
     python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers
 
-All layers of a shape get the same tokens, weights and routing, and take turns: clocks and
-temperature are the same for all. Calls of a turn follow one another without a pause; the times of
-all turns are recorded. The record also has the memory that a forward keeps for its backward, errors
+All layers of a shape get the same tokens, weights and routing, and take turns, so that they share
+the GPU's temperature. Each turn begins with calls of the same layer that are not timed, for
+``--settle-ms``: a layer is timed at the clock that it sustains itself, not at one that depends on
+the layer before it. Calls of a turn follow one another without a pause; the times of all turns are
+recorded. The record also has the memory that a forward keeps for its backward, errors
 of samples of all results against float64, and whether a second call gives the same bits. A library
 that is not installed is left out, with a line that says so; a library that fails at a shape is
 recorded as failed.
@@ -46,7 +48,7 @@ from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
 PASSES = ("forward", "forward_and_backward")
 EXAMINED = ("errors", "repeats", "kept_bytes")
 MOST_LAUNCHES = 20
-SETTINGS = ("peers", "graphed", "turns", "turn_ms", "row_bound", "sonicmoe_tiles")
+SETTINGS = ("peers", "graphed", "turns", "turn_ms", "settle_ms", "row_bound", "sonicmoe_tiles")
 """The settings of a measurement; rows that differ in them are not comparable."""
 
 
@@ -175,11 +177,11 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
         for name, layer in layers.items():
             both = partial(forward_and_backward, problem, layer)
             call = without_grad(layer.forward) if products == 1 else both
-            takers[name] = partial(turn_ms, call, launches)
+            takers[name] = partial(turn_ms, call, launches, options.settle_ms)
             if name in options.graphed:
                 graphed = f"{name} from a graph"
                 found.setdefault(graphed, {key: found[name][key] for key in EXAMINED})
-                takers[graphed] = partial(turn_ms, replayed(call), launches)
+                takers[graphed] = partial(turn_ms, replayed(call), launches, options.settle_ms)
         for name, times in in_turns(takers, options.turns).items():
             found[name][passes] = [round(time_ms, 4) for time_ms in times]
     return found
@@ -204,6 +206,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokens", type=count, help="instead of each shape's own")
     add("--turns", type=count, default=7, help="of each layer, after two that warm up")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
+    add("--settle-ms", type=float, default=100.0,
+        help="as long run a turn's calls before it is timed")  # fmt: skip
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")
     common.add_record_flags(parser, a_line="shape")
     options = parser.parse_args(arguments)

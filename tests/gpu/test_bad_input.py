@@ -255,19 +255,23 @@ def test_group_of_another_size():
 
 
 @pytest.mark.parametrize("kind", ["nan", "too many experts"])
-def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(kind: str):
-    config = make_config(4)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+@pytest.mark.parametrize(("num_ranks", "rank"), [(1, 0), (4, 2)])
+def test_unusable_routing_of_one_rank_fails_all_and_nothing_else(
+    num_ranks: int, rank: int, kind: str
+):
+    config = make_config(num_ranks)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
+    token = TOKENS[num_ranks][rank] - 5  # which the first CTA does not read
     probs, routing_map = list(inputs.probs), list(inputs.routing_map)
     if kind == "nan":
-        expert = int(routing_map[2][5].nonzero()[0])
-        probs[2] = probs[2].clone()
-        probs[2][5, expert] = float("nan")
-        message = f"^token 5 of rank 2: its probability for expert {expert} is NaN"
+        expert = int(routing_map[rank][token].nonzero()[0])
+        probs[rank] = probs[rank].clone()
+        probs[rank][token, expert] = float("nan")
+        message = f"^token {token} of rank {rank}: its probability for expert {expert} is NaN"
     else:
-        routing_map[2] = routing_map[2].clone()
-        routing_map[2][5] = True
-        message = "^token 5 of rank 2 selects 16 experts, wanted at most topk=3"
+        routing_map[rank] = routing_map[rank].clone()
+        routing_map[rank][token] = True
+        message = f"^token {token} of rank {rank} selects 16 experts, wanted at most topk=3"
     bad = replace(inputs, probs=probs, routing_map=routing_map)
     steps.check_bad_routing(config, bad, inputs, message)
 

@@ -93,20 +93,25 @@ def test_through_autograd_in_half_precision(row_bound: float | None):
 
 
 BAD = {
-    "large": ([0, 16], r"^topk_idx\[5, 1\] of rank 2 is 16, wanted an expert id of 0 to 15, or -1"),
-    "small": ([-2, 1], r"^topk_idx\[5, 0\] of rank 2 is -2, wanted an expert id of 0 to 15"),
-    "huge": ([0, 2**40], r"^topk_idx\[5, 1\] of rank 2 is 2147483647, wanted an expert id"),
-    "repeated": ([3, 3], r"^topk_idx\[5, 1\] of rank 2 is 3, which the token names before"),
-    "nan": ([3, 4], r"^token 5 of rank 2: its probability for expert 4 is NaN"),
+    "large": (
+        [0, 16],
+        r"^topk_idx\[{}, 1\] of rank {} is 16, wanted an expert id of 0 to 15, or -1",
+    ),
+    "small": ([-2, 1], r"^topk_idx\[{}, 0\] of rank {} is -2, wanted an expert id of 0 to 15"),
+    "huge": ([0, 2**40], r"^topk_idx\[{}, 1\] of rank {} is 2147483647, wanted an expert id"),
+    "repeated": ([3, 3], r"^topk_idx\[{}, 1\] of rank {} is 3, which the token names before"),
+    "nan": ([3, 4], r"^token {} of rank {}: its probability for expert 4 is NaN"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_indices_of_one_rank_fail_all_and_nothing_else(kind: str):
-    config = make_config(4, topk=2)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[4])
+@pytest.mark.parametrize(("num_ranks", "rank"), [(1, 0), (4, 2)])
+def test_bad_indices_of_one_rank_fail_all_and_nothing_else(num_ranks: int, rank: int, kind: str):
+    config = make_config(num_ranks, topk=2)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
     choices = by_indices(config, inputs, torch.int64)
     indices, message = BAD[kind]
-    choices.routing_map[2][5] = torch.tensor(indices, device=device())
-    choices.probs[2][5] = torch.tensor([0.5, float("nan") if kind == "nan" else 0.5])
-    steps.check_bad_routing(config, choices, inputs, message)
+    token = TOKENS[num_ranks][rank] - 5  # which the first CTA does not read
+    choices.routing_map[rank][token] = torch.tensor(indices, device=device())
+    choices.probs[rank][token] = torch.tensor([0.5, float("nan") if kind == "nan" else 0.5])
+    steps.check_bad_routing(config, choices, inputs, message.format(token, rank))

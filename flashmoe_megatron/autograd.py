@@ -507,6 +507,9 @@ class _Destinations:
             added = owners
             if not are_added:
                 added = [one for one, to in zip(owners, targets, strict=True) if _adds(to)]
+            if not added:
+                grads += map(_buffer, targets)
+                continue
             if main_grads is None:
                 for owner in added:
                     owner.grad_added_to_main_grad = True
@@ -549,7 +552,7 @@ def _target(owner: Any, adds: bool, is_wanted: bool) -> WeightGrad | None:
 
 
 def _targets(owners: ExpertWeights, adds: Sequence[bool], wanted: Sequence[bool]) -> _Targets:
-    """The targets of parameters' gradients, of which main_grads get those that ``adds`` says."""
+    """Chooses the targets of parameters' gradients; ``adds`` tells which go to main_grad."""
     found: dict[str, list[WeightGrad | None]] = {}
     begin = 0
     for kind in _KINDS:

@@ -504,8 +504,8 @@ class Together:
         may_be_void: The caller goes on after the block with an output of NaN where the others learn
             of the error late, or all put it off. Else the error is raised here at once, and where
             they learn of it late, once more in a later call.
-        num_calls: The backend's when the block began, for one that is no ``with`` block: before a
-            launch even this object takes a while, and it is made where :meth:`ends` is called.
+        num_calls: The backend's when the block began, where that is a ``try`` block whose error
+            :meth:`ends` takes: before a launch even the making of this object counts.
     """
 
     def __init__(

@@ -1161,7 +1161,7 @@ MUTATIONS = (
         "of_grads",
         "first is None or first.accumulate",
         "True",
-        "tests/unit/test_stacks.py::test_the_kernel_knows_gradients_that_stay_where_they_are",
+        "tests/unit/test_tables.py::test_gradients_of_another_size_at_known_addresses_are_refused",
     ),
     Mutation(
         "launches on two streams share memory at once",
@@ -1280,6 +1280,20 @@ MUTATIONS = (
         "sum(map(len, self._on_accumulators)) != own or",
         "",
         "tests/megatron/test_ddp_hooks.py::test_what_others_have_to_see_they_see",
+    ),
+    Mutation(
+        "graphs hold the tables of buffers that move",
+        "of_grads",
+        "if stays or not self._memory.captured.has_heap",
+        "if True",
+        "tests/unit/test_tables.py::test_graphs_do_not_hold_the_tables_of_buffers_that_move",
+    ),
+    Mutation(
+        "threads pack their structs into the same memory",
+        "Packed",
+        "class Packed(threading.local):",
+        "class Packed:",
+        "tests/unit/test_operators.py::test_each_thread_packs_a_struct_of_its_own",
     ),
     Mutation(
         "a pass for some parameters adds to all of them",

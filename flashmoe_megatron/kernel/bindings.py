@@ -283,7 +283,7 @@ _CODES = {
     ctypes.c_void_p: "P",
     ctypes.c_char_p: "P",
 }
-"""What stands for a field's type where Python packs structs with C's alignment."""
+"""Letters of the fields' types in formats of Python's ``struct``, which aligns as C does."""
 
 
 class Packed(threading.local):

@@ -159,11 +159,20 @@ class AddressTables:
         num_weights = (3 if problem.is_split else 2) * self._config.num_local_experts
         first = next(filter(None, grads), None)
         grads_dtype = dtype if first is None else first.buffer.dtype
-        addresses = self._addresses(grads, num_weights)
-        heap = self._heap(problem)
-        key = (problem.is_transposed, problem.is_split, grads_dtype, heap, *addresses)
+        wanted = list(filter(None, grads))
+        buffers = list(map(itemgetter(0), wanted))
+        at, dims = map(torch.Tensor.data_ptr, buffers), map(torch.Tensor.dim, buffers)
+        layout = problem.is_transposed, problem.is_split, grads_dtype, self._heap(problem)
+        key: tuple[Hashable, ...] = layout, tuple(at), tuple(dims)
+        if len(wanted) < len(grads):
+            key += (tuple(grad is None for grad in grads),)
+        stays = first is None or first.accumulate
+        # Buffers of another size may be where these are the next time; and stacks have lengths.
+        if not stays or len(grads) not in (num_weights, num_weights + self._num_matrices):
+            key += tuple((each.shape, each.stride(), each.dtype) for each in buffers)
         table = self._of_grads.get(key)
         if table is None:
+            addresses = self._addresses(grads, num_weights)
             for grad in filter(None, grads):
                 check_kernel_tensor(
                     "weight gradient", grad.buffer, self._device, torch.float32, dtype
@@ -183,8 +192,8 @@ class AddressTables:
                 host.data_ptr(),
             )
             table = self._upload(host)
-            # Memory that gradients are added to stays where it is; other buffers do not.
-            if first is None or first.accumulate:
+            # Graphs may hold every table that was there, and of buffers that move there are many.
+            if stays or not self._memory.captured.has_heap:
                 self._remember(self._of_grads, key, table)
         return table
 
@@ -244,8 +253,8 @@ class AddressTables:
             if buffer.dim() == num_dims:
                 addresses.append(begin)
             else:
-                num_bytes = buffer[0].nbytes
-                addresses += range(begin, begin + len(buffer) * num_bytes, num_bytes)
+                num_bytes = buffer.nbytes
+                addresses += range(begin, begin + num_bytes, num_bytes // buffer.shape[0])
         return addresses
 
     def _check_sizes(

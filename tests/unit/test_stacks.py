@@ -165,14 +165,17 @@ def test_the_kernel_writes_each_gradient_into_its_stack(calls: Calls, sizes: lis
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_the_kernel_knows_gradients_that_stay_where_they_are(calls: Calls, accumulate: bool):
-    """What is written may be freed, and another tensor may begin there next."""
+def test_the_kernel_knows_gradients_that_lie_where_others_did(calls: Calls, accumulate: bool):
+    """What is written may be freed: then a tensor of another dtype may begin there next."""
     tensors = stacked(make_tensors(), [4])
-    grads = [grad._replace(accumulate=accumulate) for grad in make_grads(tensors)]
     tables = address_tables(CONFIG)
     for _ in range(3):
+        grads = [grad._replace(accumulate=accumulate) for grad in make_grads(tensors)]
         tables.of_grads(grads, torch.bfloat16, PROBLEM, SIZES)
-    assert len(calls.addresses) == (1 if accumulate else 3)
+    assert len(calls.addresses) == 1
+    halves = [grad._replace(buffer=grad.buffer.view(torch.bfloat16)[..., ::2]) for grad in grads]
+    with pytest.raises(ShapeError, match="contiguous"):
+        tables.of_grads(halves, torch.bfloat16, PROBLEM, SIZES)
 
 
 def test_tables_of_weights_that_move_do_not_pile_up(calls: Calls, monkeypatch: pytest.MonkeyPatch):

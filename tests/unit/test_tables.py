@@ -5,9 +5,10 @@ import types
 import pytest
 import torch
 
+from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings, tables
 from flashmoe_megatron.kernel.memory import plan_memory
-from flashmoe_megatron.weights import ExpertWeights
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.unit import cases, native
 
 pytestmark = pytest.mark.library
@@ -74,6 +75,79 @@ def test_layers_in_fp8_share_the_copies_of_their_weights(monkeypatch):
     assert first is not None
     assert first.nbytes == max(sizes.weight_copy_bytes) == 2 * 8 * 128 * (256 + 128)
     assert given == [captured.data_ptr(), first.data_ptr(), first.data_ptr()]
+
+
+class GradTables:
+    """Tables of gradients on a processor, and how many have been made."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made = 0
+        call = bindings.call
+
+        def count(name: str, *args):
+            self.made += name == "encode_grads"
+            return call(name, *args)
+
+        monkeypatch.setattr(bindings, "call", count)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
+        self.config = cases.make_config()
+        self.captured = types.SimpleNamespace(has_heap=False, keep=lambda *_: None)
+        memory = types.SimpleNamespace(captured=self.captured)
+        self._tables = tables.AddressTables(self.config, memory, torch.device("cpu"))
+        self._problem = native.problem_of(self.config)
+
+    def of(self, *buffers: torch.Tensor | None, accumulate: bool = False) -> torch.Tensor:
+        grads = [None if each is None else WeightGrad(each, accumulate) for each in buffers]
+        sizes = native.sizes_of(self._problem)
+        return self._tables.of_grads(grads, torch.bfloat16, self._problem, sizes)
+
+    def stacks(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of both kinds of weights' gradients."""
+        config = self.config
+        local = config.num_local_experts
+        fc1 = torch.zeros(local, config.fc1_rows, config.hidden, dtype=dtype)
+        return fc1, torch.zeros(local, config.hidden, config.intermediate, dtype=dtype)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_where_others_were_have_the_same_table(monkeypatch, accumulate: bool):
+    cache = GradTables(monkeypatch)
+    fc1, fc2 = cache.stacks()
+    table = cache.of(fc1, fc2, accumulate=accumulate)
+    assert cache.of(fc1.view_as(fc1), fc2.detach(), accumulate=accumulate) is table
+    each = cache.of(*fc1, *fc2, accumulate=accumulate)
+    assert torch.equal(each, table)
+    assert cache.made == 2
+    other = cache.of(*fc1, *fc2[:-1], None, accumulate=accumulate)
+    assert not torch.equal(other, each)
+    assert not torch.equal(cache.of(*cache.stacks(), accumulate=accumulate), table)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_of_another_size_at_known_addresses_are_refused(monkeypatch, accumulate: bool):
+    cache = GradTables(monkeypatch)
+    fc1, fc2 = cache.stacks()
+    cache.of(fc1, fc2, accumulate=accumulate)
+    for wrong in (fc2[:-1], fc2.expand(2, *fc2.shape)[0, :, :1]):
+        with pytest.raises(ShapeError):
+            cache.of(fc1, wrong, accumulate=accumulate)
+    with pytest.raises(ShapeError, match=r"strides .* wanted contiguous"):
+        cache.of(fc1, fc2.transpose(1, 2), accumulate=accumulate)
+    if not accumulate:  # what is added to stays, and its owner has one size
+        cache.of(*fc1, *fc2)
+        with pytest.raises(ShapeError, match="wanted .* elements"):
+            cache.of(*fc1, *fc2[:-1], fc2[-1, :1])
+
+
+def test_graphs_do_not_hold_the_tables_of_buffers_that_move(monkeypatch):
+    cache = GradTables(monkeypatch)
+    cache.captured.has_heap = True
+    fc1, fc2 = cache.stacks()
+    for accumulate in (False, True):
+        for _ in range(2):
+            cache.of(fc1, fc2, accumulate=accumulate)
+    assert cache.made == 3
 
 
 @pytest.mark.parametrize("experts", ["bf16", "fp8", "fp8_dgrad"])

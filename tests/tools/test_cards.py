@@ -11,6 +11,7 @@ import torch
 
 from flashmoe_megatron.call import Given
 from flashmoe_megatron.doctor import attention
+from flashmoe_megatron.hooks import Hooks
 from flashmoe_megatron.kernel import backend as kernel
 from flashmoe_megatron.kernel import bindings
 from tools.bench.bench_training.logs import read_log
@@ -329,6 +330,7 @@ def test_the_kernels_buffers_are_watched(tmp_path: Path, monkeypatch: pytest.Mon
     watch.watch_launches(kernel)
     backend = object.__new__(kernel.KernelBackend)
     backend._sizes = bindings.FlashMoESizes()
+    backend.hooks = Hooks()
     for blocks in (7, 5):
         backend._make_buffers(blocks, Given(*[torch.empty(1)] * 3, True, True), training=True)
     assert watch.seen["row_blocks"] == 7

@@ -1543,6 +1543,13 @@ MUTATIONS = (
         "::test_graphs_of_a_group_that_is_destroyed_are_captured_again",
     ),
     Mutation(
+        "a process ends with a graph that holds its groups' collectives",
+        "patch_full_graph",
+        "atexit.register(_drop_at_exit, drop)",
+        "pass",
+        "tests/megatron/test_graphs.py::test_graphs_are_dropped_at_exit",
+    ),
+    Mutation(
         "Megatron's graph is captured into the pool of one that is no more",
         "_drop_graphs",
         "setattr(module, _POOL, None)",

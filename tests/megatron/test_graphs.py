@@ -1,5 +1,7 @@
 """CUDA graphs around the experts' launch, with a stand-in for Transformer Engine's graphs."""
 
+import functools
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -118,6 +120,42 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
     backend.config.num_ranks = 2  # ranks hear of a fault in the same call
     assert step() == "reduced losses"
     assert len(waits) == 1
+
+
+def test_graphs_are_dropped_at_exit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NCCL would wait for them in groups' destructors; a GPU that has failed does not matter."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        "atexit.register", lambda call, *args: at_exit.append(functools.partial(call, *args))
+    )
+    reset: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("the GPU has failed")
+
+    def graph(on_reset: Callable[[], None]) -> SimpleNamespace:
+        return SimpleNamespace(reset=on_reset)
+
+    class FullCudaGraphWrapper:
+        curr_iteration: ClassVar[dict[str, int]] = {"training": 7}
+        cuda_graph: ClassVar[dict[str, Any]] = {"training": graph(lambda: reset.append("one"))}
+        result: ClassVar[dict[str, Any]] = {"training": "losses"}
+
+        def __call__(self) -> None:
+            raise AssertionError("not called here")
+
+    module = ModuleType("full_cuda_graph")
+    module.FullCudaGraphWrapper = FullCudaGraphWrapper  # type: ignore[attr-defined]
+    schedule.patch_full_graph(module)
+    (leave,) = at_exit
+    leave()
+    assert reset == ["one"]
+    assert FullCudaGraphWrapper.cuda_graph == {"training": None}
+    FullCudaGraphWrapper.cuda_graph["training"] = graph(fail)
+    leave()
+    assert "the GPU has failed" in caplog.text
 
 
 def test_graphs_of_a_group_that_is_destroyed_are_captured_again() -> None:

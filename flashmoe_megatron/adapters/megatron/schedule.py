@@ -7,12 +7,15 @@ copied them by then; here they are what the launch reads, and what its backward 
 
 A launch looks for the faults of those before it. In a graph's replay nothing of the layer runs on
 the CPU, which therefore looks before each replay and after it. Nor does a replay find out that the
-experts' process group has been destroyed, so that the graph is dropped with the group.
+experts' process group has been destroyed, so that the graph is dropped with the group. At the end
+of the process it is dropped first of all.
 """
 
+import atexit
 import functools
 import gc
 import importlib
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +32,8 @@ from flashmoe_megatron.ending import end_destroyed
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.kernel.captured import Drop, dropped_by
 from flashmoe_megatron.repeats import raise_faults
+
+logger = logging.getLogger("flashmoe_megatron")
 
 _FREES = "should_free_input"
 """Megatron's answer to whether a node frees its inputs; its module depends on the release."""
@@ -107,6 +112,20 @@ def patch_full_graph(module: ModuleType) -> None:
     wrapper = module.FullCudaGraphWrapper
     drop = functools.partial(_drop_graphs, module)
     patch(wrapper, "__call__", lambda original: _repeated(_raise_faults(original, drop), drop))
+    atexit.register(_drop_at_exit, drop)
+
+
+def _drop_at_exit(drop: Drop) -> None:
+    """Drops graphs while the process groups whose collectives they hold are still there.
+
+    A script need not destroy its groups. Their destructors shut communicators down, and NCCL waits
+    there, without a bound, until no graph holds one of their collectives (PyTorch's issue 115388);
+    Python may destroy groups before graphs. Not collective.
+    """
+    try:
+        drop()
+    except Exception as error:  # noqa: BLE001 - a GPU that has failed keeps no process alive
+        logger.warning("graphs of iterations could not be dropped at exit: %s", error)
 
 
 def _drop_graphs(module: Any) -> None:

@@ -101,7 +101,7 @@ MUTATIONS = (
         "::test_micro_batches_whose_owner_lets_go_of_their_tokens",
     ),
     Mutation(
-        "hooks see rows of an evaluation of which some are not there",
+        "hooks see rows of an evaluation that no warp has copied",
         "KernelBackend._make_buffers",
         "training or shows_rows",
         "training",

@@ -10,6 +10,7 @@ import torch
 
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
 from flashmoe_megatron.oracle import assert_close
+from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps
 from tests.gpu.expected import expected
 from tests.gpu.layers import make_config
@@ -32,6 +33,15 @@ def of_ranks(num_ranks: int, **changes: Any) -> MoEConfig:
         "intermediate": NARROW,
     }
     return make_config(num_ranks, gated=True, activation=Activation.SILU, **{**defaults, **changes})
+
+
+def uniform(
+    num_ranks: int, **changes: Any
+) -> tuple[MoEConfig, cases.Inputs, list[ExpertWeights], VirtualLayer]:
+    """Returns a layer with tokens and weights, whose experts are chosen uniformly."""
+    config = of_ranks(num_ranks, **changes)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
+    return config, inputs, steps.weights_of(config, inputs), VirtualLayer(config)
 
 
 def own_blocks(config: MoEConfig, inputs: cases.Inputs, rank: int) -> list[tuple[int, int]]:
@@ -78,10 +88,7 @@ def test_own_rows_in_place_give_the_bits_of_copies(
 @pytest.mark.parametrize("intermediate", [NARROW, WIDE])
 def test_only_blocks_of_other_ranks_are_copied(intermediate: int, num_ranks: int) -> None:
     """Blocks of own rows stay as they were, in buffers full of NaN, and cross no counter."""
-    config = of_ranks(num_ranks, intermediate=intermediate)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
-    layer = VirtualLayer(config)
-    weights = steps.weights_of(config, inputs)
+    config, inputs, weights, layer = uniform(num_ranks, intermediate=intermediate)
     made: list[torch.Tensor] = []
     for backend in layer.backends:
         make = backend._make_buffers
@@ -111,13 +118,10 @@ def test_only_blocks_of_other_ranks_are_copied(intermediate: int, num_ranks: int
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_nan_stays_with_its_token(num_ranks: int) -> None:
     """Also where it is of a token that no expert has, and in a token of a block read in place."""
-    config = of_ranks(num_ranks)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
-    weights = steps.weights_of(config, inputs)
+    _, inputs, weights, layer = uniform(num_ranks)
     unrouted, poisoned = slice(5, 60), slice(100, 103)
     for chosen, probs in zip(inputs.routing_map, inputs.probs, strict=True):
         chosen[unrouted], probs[unrouted] = False, 0
-    layer = VirtualLayer(config)
     arguments = (inputs.probs, inputs.routing_map, weights)
     want, _ = layer.forward(inputs.x, *arguments, training=False)
     spoiled = [x.clone() for x in inputs.x]
@@ -135,10 +139,7 @@ def test_nan_stays_with_its_token(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rows_that_peers_send_are_counted_as_before(num_ranks: int) -> None:
     """Pads of mixed blocks and of others' blocks are made; in blocks of own rows are none."""
-    config = of_ranks(num_ranks)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
-    weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config)
+    _, inputs, weights, layer = uniform(num_ranks)
     counted = []
     for training in (True, False):
         before = [backend.traffic for backend in layer.backends]
@@ -157,10 +158,7 @@ def test_rows_that_peers_send_are_counted_as_before(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_hooks_see_all_rows(num_ranks: int) -> None:
-    config = of_ranks(num_ranks)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
-    weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config)
+    _, inputs, weights, layer = uniform(num_ranks)
     seen = steps.rows_seen(layer)
     rows = []
     for training in (True, False):
@@ -174,10 +172,7 @@ def test_hooks_see_all_rows(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_tokens_bits_are_the_same_in_blocks_of_either_kind(num_ranks: int) -> None:
     """Fewer own tokens leave an expert fewer blocks of own rows alone, or none."""
-    config = of_ranks(num_ranks)
-    inputs = steps.make_inputs(config, cases.uniform, TOKENS[num_ranks])
-    weights = steps.weights_of(config, inputs)
-    layer = VirtualLayer(config)
+    _, inputs, weights, layer = uniform(num_ranks)
     every, _ = layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights, training=False)
     torch.cuda.synchronize()
     for count in (1, 100, 389):

@@ -94,6 +94,8 @@ def test_faults_of_replayed_launches_are_raised(monkeypatch: pytest.MonkeyPatch)
             raise found.pop()
 
     class FullCudaGraphWrapper:
+        cuda_graph: ClassVar[dict[str, Any]] = {}
+
         def __call__(self, fault: Exception | None = None) -> str:
             found.extend([fault] if fault else [])
             return "reduced losses"

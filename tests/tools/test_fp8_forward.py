@@ -42,10 +42,10 @@ def test_both_directions_are_timed_once_they_are_close_to_float32(
     (line,) = time_here(monkeypatch, tmp_path / "times.jsonl")
     assert line["measurement"] == "fp8_both"
     assert [*line["milliseconds"]] == kinds
-    *compared, told = capsys.readouterr().out.splitlines()
+    *compared, medians = capsys.readouterr().out.splitlines()
     assert [one.split(": ")[0].split(", ")[1] for one in compared] == kinds
     assert all("grad_fc1" in one and "grad_probs" in one for one in compared)
-    assert "fp8_dgrad step" in told
+    assert "fp8_dgrad step" in medians
 
 
 def of_the_next_block(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What judges runs of a training notices a loss that is no number."""
+"""The verdict on a training notices a loss that is no number."""
 
 import argparse
 import math
@@ -27,7 +27,7 @@ def test_a_checkpoint_that_gives_another_loss(loss: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "failures", "told"),
+    ("losses", "failures", "lines"),
     [
         (FALLING, [], []),
         (FALLING, ["the reason"], ["failed: the reason"]),
@@ -36,11 +36,11 @@ def test_a_checkpoint_that_gives_another_loss(loss: float) -> None:
     ],
 )
 def test_the_verdict_tells_of_every_failure(
-    monkeypatch, losses: list[float], failures: list[str], told: list[str]
+    monkeypatch, losses: list[float], failures: list[str], lines: list[str]
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(two_runs, "log", said.append)
-    assert two_runs.verdict(losses, failures, ARGS, "lm loss") == bool(told)
+    assert two_runs.verdict(losses, failures, ARGS, "lm loss") == bool(lines)
     first, *rest = said
     assert first.startswith(f"lm loss of flashmoe: {losses[0]:.3f} at the first iteration, ")
-    assert rest == told
+    assert rest == lines

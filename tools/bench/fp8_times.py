@@ -96,12 +96,12 @@ def run(
         make_uneven_(problem)
         times = in_turns(takers_of(name, problem), options.turns)
         plain = statistics.median(times["bf16"])
-        told = [
+        medians = [
             f"{kind} {statistics.median(of):.3f} ({min(of):.3f} to {max(of):.3f}), "
             f"{statistics.median(of) / plain:.3f} of bf16"
             for kind, of in times.items()
         ]
-        log(f"{name}, ms: {'; '.join(told)}")
+        log(f"{name}, ms: {'; '.join(medians)}")
         record.write(measurement=measurement, shape=name, milliseconds=times)
         del problem
         torch.cuda.empty_cache()

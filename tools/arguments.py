@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from examples.arguments import count
 from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, shape_of
+from flashmoe_megatron.bench.stopwatch import SETTLE_MS
 from flashmoe_megatron.config import got
 from flashmoe_megatron.options import ROW_FACTOR
 
@@ -58,6 +59,16 @@ def add_turns(parser: argparse.ArgumentParser, default: int, each: str) -> None:
     """Adds ``--one-of``, and ``--turns`` of each kind that is timed in turns with others."""
     parser.add_argument("--one-of", type=count, default=4, help="1/N of the experts")
     parser.add_argument("--turns", type=count, default=default, help=f"of each {each}")
+
+
+def add_settling(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--settle-ms`` for :func:`~flashmoe_megatron.bench.stopwatch.turn_ms`."""
+    parser.add_argument(
+        "--settle-ms",
+        type=float,
+        default=SETTLE_MS,
+        help="as long run a turn's calls before it is timed",
+    )
 
 
 def parse_with_shapes(

@@ -11,6 +11,8 @@ from flashmoe_megatron.streams import Stamp
 T = TypeVar("T")
 HAS_GPU = torch.cuda.is_available()
 """Asked before anything else may answer in torch's place."""
+SETTLE_MS = 300.0
+"""Milliseconds of the same work that settle a GPU's clock; 100 may be too few."""
 
 
 def device_here() -> torch.device:
@@ -39,7 +41,8 @@ def turn_ms(call: Callable[[], object], times: int, settle_ms: float = 0.0) -> f
 
     The same calls run for ``settle_ms`` before that. A GPU at its power limit lowers its clock
     within some 0.1 s of work, and raises it while it rests: without these calls one is up to a
-    tenth faster if what ran before it has left the GPU idle.
+    tenth faster if what ran before it has left the GPU idle. Turns of kinds that are compared take
+    :data:`SETTLE_MS`.
     """
     settled = time.monotonic() + settle_ms / 1e3
     while time.monotonic() < settled:

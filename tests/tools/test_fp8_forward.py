@@ -1,5 +1,7 @@
 """The times of layers in FP8."""
 
+import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -8,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.bench import stopwatch
+from flashmoe_megatron.bench.problem import make_problem
+from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.blockwise import SQUARE, Blocks, dequantize
 from flashmoe_megatron.separate import precision
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import WeightGrad
-from tools.bench import common, fp8_both, fp8_forward
+from tools.bench import common, fp8_both, fp8_forward, fp8_times
 
 on_a_processor = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-SMALL = ["--shapes", "32x256x256x4x2", "--gated", "--one-of", "1", "--turns", "1", "--times", "1"]
+SMALL = ["--shapes", "32x256x256x4x2", "--gated", "--one-of", "1", "--turns", "1"]
+SMALL += ["--times", "1", "--settle-ms", "0.5"]
 
 
 @on_a_processor
@@ -42,10 +48,69 @@ def test_both_directions_are_timed_once_they_are_close_to_float32(
     (line,) = time_here(monkeypatch, tmp_path / "times.jsonl")
     assert line["measurement"] == "fp8_both"
     assert [*line["milliseconds"]] == kinds
+    assert (line["one_of"], line["settle_ms"]) == (1, 0.5)
     *compared, medians = capsys.readouterr().out.splitlines()
     assert [one.split(": ")[0].split(", ")[1] for one in compared] == kinds
     assert all("grad_fc1" in one and "grad_probs" in one for one in compared)
     assert "fp8_dgrad step" in medians
+
+
+@on_a_processor
+def test_turns_of_both_directions_settle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those of all kinds: otherwise one has the clock that the one before it has left."""
+    asked: list[float] = []
+    monkeypatch.setattr(fp8_both, "turn_ms", lambda call, times, ms: asked.append(ms) or 1.0)
+    time_here(monkeypatch, tmp_path / "times.jsonl")
+    assert asked == [0.5] * (5 * 3), "five kinds in a turn and two that warm up"
+
+
+class Launches:
+    """A rank that notes whether each of its forwards finds copies of its weights."""
+
+    stream = None
+
+    def __init__(self, fault: str = "") -> None:
+        self.found: list[bool] = []
+        self._fault = fault
+
+    def forward(self, *given: torch.Tensor, copies_are_current: bool = False) -> None:
+        self.found.append(copies_are_current)
+        time.sleep(1e-3)
+
+    def fault(self) -> str:
+        return self._fault
+
+
+@on_a_processor
+def test_a_turn_of_forwards_settles_with_the_weights_that_it_is_timed_with() -> None:
+    problem = make_problem(Shape(32, 256, 256, 4, 2, gated=True))
+    rank: Any = Launches()
+    begin = time.monotonic()
+    fp8_forward.turn_ms(rank, problem, 2, 20.0, copies_are_current=True)
+    assert time.monotonic() - begin >= 0.02
+    assert rank.found[:1] == [False], "which makes the copies"
+    assert len(rank.found) > 4
+    assert all(rank.found[1:])
+    rank = Launches()
+    fp8_forward.turn_ms(rank, problem, 2)
+    assert rank.found == [False] * 4
+    with pytest.raises(RuntimeError, match="a launch gave up: rows"):
+        fp8_forward.turn_ms(Launches("rows"), problem, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tool", [fp8_forward, fp8_both], ids=lambda tool: tool.__name__)
+def test_turns_settle_as_long_as_the_clock_takes(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+
+    def run(name: str, options: argparse.Namespace, takers_of: Any) -> int:
+        found.extend([options.settle_ms, takers_of.args[1]])
+        return 0
+
+    monkeypatch.setattr(fp8_times, "run", run)
+    assert tool.main([]) == 0
+    assert found == [stopwatch.SETTLE_MS] * 2
 
 
 def of_the_next_block(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.bench import stopwatch
 from flashmoe_megatron.bench.correctness import GATE
 from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import Shape
@@ -58,7 +59,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> lis
     monkeypatch.setattr(common, "has_gpu", lambda: True)
     shapes = {"small": SMALL, "40x64x64x4x2": Shape(40, 64, 64, 4, 2, gated=True)}
     monkeypatch.setattr(bench_peers, "ALL", shapes)
-    command = ["--shapes", *shapes, "--turns", "2", "--turn-ms", "0", "--out", str(out)]
+    command = ["--shapes", *shapes, "--turns", "2", "--turn-ms", "0", "--settle-ms", "0"]
+    command += ["--out", str(out)]
     assert main([*command, *arguments]) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -69,7 +71,7 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
     assert names == ["small"]
     rows = run(tmp_path, monkeypatch, *arguments)
     assert [row["shape"] for row in rows] == ["small", "40x64x64x4x2"]
-    assert rows[0]["command"].endswith(f"--turn-ms 0 {' '.join(arguments)} --shapes small")
+    assert rows[0]["command"].endswith(f"--settle-ms 0 {' '.join(arguments)} --shapes small")
     for row in rows:
         assert set(row["layers"]) == {"flashmoe", "torch"}
         for found in row["layers"].values():
@@ -83,7 +85,13 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "change",
-    [("--tokens", "48"), ("--peers", "torch"), ("--turns", "3"), ("--turn-ms", "0.1")],
+    [
+        ("--tokens", "48"),
+        ("--peers", "torch"),
+        ("--turns", "3"),
+        ("--turn-ms", "0.1"),
+        ("--settle-ms", "0.1"),
+    ],
 )
 def test_what_differs_from_the_record_is_not_done(tmp_path: Path, monkeypatch, change):
     monkeypatch.setattr(bench_peers, "measure", lambda shape, names, options: {})
@@ -93,6 +101,15 @@ def test_what_differs_from_the_record_is_not_done(tmp_path: Path, monkeypatch, c
     changed = run(tmp_path, monkeypatch, *change)
     assert len(changed) == 2 * len(before)
     assert run(tmp_path, monkeypatch, *change) == run(tmp_path, monkeypatch) == changed
+
+
+def test_turns_settle_as_long_as_the_clock_takes(tmp_path: Path, monkeypatch):
+    assert bench_peers.parse([]).settle_ms == stopwatch.SETTLE_MS
+    asked: list[float] = []
+    monkeypatch.setattr(bench_peers, "turn_ms", lambda call, times, ms: asked.append(ms) or 1.0)
+    chosen = ("--peers", "flashmoe", "torch", "--shapes", "small")
+    run(tmp_path, monkeypatch, *chosen, "--settle-ms", "0.5")
+    assert asked == [0.5] * (2 * 2 * 4), "two layers, both passes, two turns and two that warm up"
 
 
 def test_a_layer_that_fails_is_recorded_and_shown(tmp_path: Path, monkeypatch):

@@ -40,7 +40,7 @@ from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.bench.timer import Timer
-from tools.arguments import parser_of
+from tools.arguments import add_settling, parser_of
 from tools.bench import common, peers
 from tools.bench.common import Record, log
 from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
@@ -206,8 +206,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokens", type=count, help="instead of each shape's own")
     add("--turns", type=count, default=7, help="of each layer, after two that warm up")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
-    add("--settle-ms", type=float, default=100.0,
-        help="as long run a turn's calls before it is timed")  # fmt: skip
+    add_settling(parser)
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")
     common.add_record_flags(parser, a_line="shape")
     options = parser.parse_args(arguments)

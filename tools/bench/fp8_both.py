@@ -7,7 +7,8 @@ nothing, and adds gradients of weights to float32. All kinds have the same token
 weights: "bf16"; "fp8", whose backward is in bfloat16; and "fp8_dgrad", whose gradients of tokens
 are in FP8, too. With "step" after it a kind finds what an earlier pass of the step has quantized of
 its weights, as all micro-batches of a step but the first do; otherwise each pass quantizes them.
-All results of each kind are compared with float32's first.
+All results of each kind are compared with float32's first. Each turn begins with calls of the same
+kind that are not timed, for ``--settle-ms``: a kind is timed at the clock that it sustains itself.
 """
 
 import sys
@@ -72,10 +73,16 @@ class Layer:
                     one.buffer.zero_()
             return self.both()
 
-    def turn_ms(self, times: int, *, is_step: bool = False) -> float:
-        """Returns milliseconds of both directions, of some that follow one another."""
+    def turn_ms(self, times: int, settle_ms: float, *, is_step: bool = False) -> float:
+        """Returns milliseconds of both directions, of some that follow one another.
+
+        Args:
+            times: How many are timed.
+            settle_ms: How long the same calls run before that.
+            is_step: Whether only a first call, which is not timed, quantizes weights.
+        """
         with self._promised(is_step):
-            return turn_ms(self.both, times)
+            return turn_ms(self.both, times, settle_ms)
 
     @contextmanager
     def _promised(self, is_step: bool) -> Iterator[None]:
@@ -91,7 +98,7 @@ def _kinds(problem: Problem) -> tuple[tuple[torch.Tensor, ...], ...]:
     return problem.weights.fc1, problem.weights.fc2
 
 
-def takers_of(times: int, name: str, problem: Problem) -> Takers:
+def takers_of(times: int, settle_ms: float, name: str, problem: Problem) -> Takers:
     """Makes the kinds of a problem, which have passed the gate."""
     sums = [
         [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
@@ -105,7 +112,7 @@ def takers_of(times: int, name: str, problem: Problem) -> Takers:
             kind = f"{experts} step" if is_step else experts
             results = layer.results(is_step=is_step)
             pass_own_gate(f"{name}, {kind}", problem, results, in_fp8=config.in_fp8)
-            takers[kind] = partial(layer.turn_ms, times, is_step=is_step)
+            takers[kind] = partial(layer.turn_ms, times, settle_ms, is_step=is_step)
     return takers
 
 
@@ -114,7 +121,8 @@ def main(arguments: list[str]) -> int:
     parser = fp8_times.parser(__doc__)
     parser.add_argument("--times", type=count, default=6, help="both directions in a turn")
     options = parse_with_shapes(parser, arguments)
-    return fp8_times.run("fp8_both", options, partial(takers_of, options.times))
+    of_turns = options.times, options.settle_ms
+    return fp8_times.run("fp8_both", options, partial(takers_of, *of_turns))
 
 
 if __name__ == "__main__":

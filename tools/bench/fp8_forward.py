@@ -6,7 +6,8 @@ It calls the C interface. All forwards are of a rank that is alone, with the sam
 and weights; in FP8 it quantizes weights, tokens and activations itself. A third one ("current") is
 in FP8, too, and has copies of its weights from an earlier forward, as all micro-batches of a step
 but the first can have. Values are random, since power bounds what products reach. Each forward is
-compared with float32's first.
+compared with float32's first. Each turn begins with the same forward, untimed, for ``--settle-ms``:
+a kind is timed at the clock that it sustains itself, not at one that depends on the kind before it.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from functools import partial
 import torch
 
 from examples.arguments import count
+from flashmoe_megatron.bench import stopwatch
 from flashmoe_megatron.bench.correctness import LayerResults
 from flashmoe_megatron.bench.problem import Problem
 from flashmoe_megatron.config import MoEConfig
@@ -185,29 +187,36 @@ def lone_rank(problem: Problem, experts: str) -> Rank:
 
 
 def turn_ms(
-    rank: Rank, problem: Problem, launches: int, *, copies_are_current: bool = False
+    rank: Rank,
+    problem: Problem,
+    launches: int,
+    settle_ms: float = 0.0,
+    *,
+    copies_are_current: bool = False,
 ) -> float:
-    """Milliseconds of a launch, of some that follow one another without a pause."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    x, probs = problem.x.detach(), problem.probs.detach()
+    """Milliseconds of a launch, of some that follow one another without a pause.
+
+    Args:
+        rank: A rank that is alone.
+        problem: Its tokens and routing.
+        launches: How many are timed.
+        settle_ms: How long the same launches run before that.
+        copies_are_current: Whether only a first one, which is not timed, quantizes weights.
+
+    Raises:
+        RuntimeError: A launch has waited in vain.
+    """
+    given = problem.x.detach(), problem.probs.detach(), problem.routing_map
+    launch = partial(rank.forward, *given, copies_are_current=copies_are_current)
     with torch.cuda.stream(rank.stream):
-        for i in range(launches + 3):
-            if i == 3:
-                events[0].record()
-            rank.forward(
-                x,
-                probs,
-                problem.routing_map,
-                copies_are_current=copies_are_current and i > 0,
-            )
-        events[1].record()
-    torch.cuda.synchronize()
+        rank.forward(*given)
+        taken = stopwatch.turn_ms(launch, launches, settle_ms)
     if fault := rank.fault():
         raise RuntimeError(f"a launch gave up: {fault}")
-    return events[0].elapsed_time(events[1]) / launches
+    return taken
 
 
-def takers_of(launches: int, name: str, problem: Problem) -> Takers:
+def takers_of(launches: int, settle_ms: float, name: str, problem: Problem) -> Takers:
     """Makes the forwards of a problem, which have passed the gate."""
     ranks = {precision: lone_rank(problem, precision) for precision in ("bf16", "fp8")}
     takers: Takers = {}
@@ -218,7 +227,9 @@ def takers_of(launches: int, name: str, problem: Problem) -> Takers:
         turn_ms(rank, problem, 1, copies_are_current=is_current)
         out = LayerResults(rank.out)
         pass_own_gate(f"{name}, {kind}", problem, out, in_fp8=rank.config.in_fp8)
-        takers[kind] = partial(turn_ms, rank, problem, launches, copies_are_current=is_current)
+        takers[kind] = partial(
+            turn_ms, rank, problem, launches, settle_ms, copies_are_current=is_current
+        )
     return takers
 
 
@@ -227,7 +238,8 @@ def main(arguments: list[str]) -> int:
     parser = fp8_times.parser(__doc__)
     parser.add_argument("--launches", type=count, default=10, help="of a turn")
     options = parse_with_shapes(parser, arguments)
-    return fp8_times.run("fp8_forward", options, partial(takers_of, options.launches))
+    of_turns = options.launches, options.settle_ms
+    return fp8_times.run("fp8_forward", options, partial(takers_of, *of_turns))
 
 
 if __name__ == "__main__":

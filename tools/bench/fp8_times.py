@@ -11,7 +11,7 @@ from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns
 from flashmoe_megatron.config import FP8_GRANULE
-from tools.arguments import add_shapes, add_turns, parser_of
+from tools.arguments import add_settling, add_shapes, add_turns, parser_of
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -25,7 +25,9 @@ Takers = dict[str, Callable[[], float]]
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with shapes, turns and a record, for :func:`parse_with_shapes`.
+    """Returns a parser with shapes, turns that settle and a record.
+
+    :func:`~tools.arguments.parse_with_shapes` is to read them.
 
     Args:
         text: The docstring of the tool.
@@ -33,6 +35,7 @@ def parser(text: str | None) -> argparse.ArgumentParser:
     made = parser_of(text)
     add_shapes(made, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
     add_turns(made, 7, each="kind")
+    add_settling(made)
     common.add_record_flags(made, a_line="shape")
     return made
 
@@ -90,7 +93,8 @@ def run(
     shapes = shares_of(options.shapes, options.one_of)
     if not common.has_gpu():
         return 2
-    record = common.Record(options.out, **common.machine(options.commit))
+    settings = {"one_of": options.one_of, "settle_ms": options.settle_ms}
+    record = common.Record(options.out, **common.machine(options.commit), **settings)
     for name, shape in shapes.items():
         problem = make_problem(shape)
         make_uneven_(problem)

@@ -329,9 +329,8 @@ class Parts:
         x, probs, selected = self._call
         rail, config = self._rail, self._backend.config
         choices = Choices.of(config, probs, selected)
-        (ways,), _ = self._backend._cross(
-            choices, Given(x, probs, selected, training=True, followed=True)
-        )
+        given = Given(x, probs, selected, training=True, followed=True)
+        (ways,), *_ = self._backend._cross(choices, choices, given)
         kept: list[object] = []
         for own in (x, self._grad_out):
             kept.append(ways.out(rail, own)())

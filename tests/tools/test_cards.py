@@ -427,6 +427,30 @@ wait_for_turn(train)()
 """
 
 
+def test_a_run_ends_with_its_arms_if_the_file_that_it_waits_for_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pretrain_gpt.py").write_text("import time; time.sleep(600)")
+    spawn, processes = training.spawn, []
+
+    def noted(*given: Any, **options: Any) -> Any:
+        processes.append(spawn(*given, **options))
+        return processes[-1]
+
+    monkeypatch.setattr(training, "spawn", noted)
+    monkeypatch.setattr(
+        training, "command_of", lambda _, __, script, *___: [sys.executable, str(script)]
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    begin = tmp_path / "begin"
+    arguments = ["run", "--megatron", str(tmp_path), "--out", str(tmp_path / "out")]
+    arguments += ["--models", QWEN3.name, "--ahead", "1"]
+    arguments += ["--begin", str(begin), "--begin-minutes", "0.001"]
+    with pytest.raises(SystemExit, match=f"^error: --begin {begin} has not come in 0.001 minutes$"):
+        cards.main(arguments)
+    assert [process.poll() is None for process in processes] == [False]
+
+
 def test_arms_start_at_the_same_time_and_train_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,9 @@ def main(arguments: list[str]) -> int:
         help="a file: arms start, but none trains before it is there, and the minutes count from "
         "then; so programs of others can still use the GPUs",
     )
+    run.add_argument(
+        "--begin-minutes", type=float, default=60.0, help="how long that file may take to come"
+    )
     run.add_argument("--commit", help="what is measured, where the checkout has no git")
     run.add_argument(
         "--at-once",
@@ -135,7 +138,8 @@ def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> i
                 stack.callback(waiting[-1].leave)
             todo = todo[len(batch) :]
             if end is None:
-                wait_for(options.begin)
+                if options.begin is not None:
+                    wait_for(options.begin, options.begin_minutes)
                 end = time.monotonic() + 60 * options.minutes
             started = waiting.popleft()
             limit_s = min(options.arm_seconds, end - time.monotonic() - ENDING_S)
@@ -146,9 +150,16 @@ def run_all(options: argparse.Namespace, models: list[Model], script: Path) -> i
     return int(failed)
 
 
-def wait_for(file: Path | None) -> None:
-    """Waits until a file is there; returns at once without one."""
-    while file is not None and not file.exists():
+def wait_for(file: Path, minutes: float) -> None:
+    """Waits until a file is there.
+
+    Raises:
+        SystemExit: It has not come in that time.
+    """
+    end = time.monotonic() + 60 * minutes
+    while not file.exists():
+        if time.monotonic() > end:
+            raise SystemExit(f"error: --begin {file} has not come in {minutes:g} minutes")
         time.sleep(0.02)
 
 

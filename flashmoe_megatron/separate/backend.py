@@ -213,12 +213,15 @@ class SeparateBackend(Backend):
         for i, (part, count, way) in enumerate(zip(parts, counts, ways, strict=True)):
             call = of_part(call, i)
             mine = self._rows_of_experts(way, part, call)
+            weight = experts.probs_of(part)
             if has_pads:
-                mine, out_rows, pre = self._compute_padded(experts, mine, part, call, pad_value)
+                mine, out_rows, pre = self._compute_padded(
+                    experts, mine, weight, part, call, pad_value
+                )
             else:
                 numbers = self._precision.unpack(mine)
-                out_rows, pre = experts.compute(numbers, experts.probs_of(part), part)
-            experts.add_second_bias(out_rows, part)
+                out_rows, pre = experts.compute(numbers, weight, part)
+            experts.add_second_bias(out_rows, weight, part)
             laps.lap("products")
             back.append(self._combine(out_rows, part, count, call, room and room.slots[i]))
             experts.keep(part, pre if training else None, mine if keeps_rows else None)
@@ -259,6 +262,7 @@ class SeparateBackend(Backend):
         self,
         experts: ForwardParts,
         mine: torch.Tensor,
+        weight: torch.Tensor,
         part: Part,
         call: Call,
         pad_value: float,
@@ -273,8 +277,7 @@ class SeparateBackend(Backend):
         numbers = self.hooks.run("after", "padding", shown, call)
         if numbers is not shown:
             mine = self._precision.pack(padded.without_pads(numbers))
-        weight = padded.fill(experts.probs_of(part), 0.0)
-        out_rows, pre = experts.compute(numbers, weight, padded.part)
+        out_rows, pre = experts.compute(numbers, padded.fill(weight, 0.0), padded.part)
         out_rows = padded.without_pads(out_rows)
         return mine, out_rows, None if pre is None else padded.without_pads(pre)
 

@@ -75,13 +75,11 @@ class ForwardParts:
         activated = self._precision.between(steps.weighted_activation(self._config, preact, weight))
         return steps.product(activated, self._fc2, part.ends, part.counts), preact
 
-    def add_second_bias(self, out_rows: torch.Tensor, part: Part) -> None:
-        """Adds the second projection's bias times the routing weights, in place."""
+    def add_second_bias(self, out_rows: torch.Tensor, weight: torch.Tensor, part: Part) -> None:
+        """Adds the second projection's bias times the rows' routing weights, in place."""
         if self._own is None and self._biases2 is not None:
             wide = accumulation_dtype(out_rows.dtype)
-            out_rows += self.probs_of(part).to(wide)[:, None] * self._biases2[experts_of(part)].to(
-                wide
-            )
+            out_rows += weight.to(wide)[:, None] * self._biases2[experts_of(part)].to(wide)
 
     def keep(self, part: Part, preact: torch.Tensor | None, rows: torch.Tensor | None) -> None:
         """Keeps a part's pre-activations and its rows of tokens, where there are any."""

@@ -9,6 +9,7 @@ import pytest
 
 from tests.tools.test_cards import OURS, QWEN3, THEIRS, record
 from tools.bench.cards import __main__ as cards
+from tools.bench.cards import picture
 from tools.bench.cards.arms import Arm, arms_of
 from tools.bench.cards.card import CHOICES, card_of
 from tools.bench.cards.kept import KeptCard, comparisons, keep, kept_cards, shown
@@ -184,6 +185,21 @@ def test_a_picture_shows_each_run(results: Path) -> None:
     assert {"280  (250 ms)", "269  (260 ms)", "88  (800 ms)", "184  (380 ms)"} <= set(texts)
     assert "flashmoe: row bound" in texts
     assert "alltoall: not run" in texts
+
+
+def test_a_picture_leaves_out_what_neither_routing_has_tried(results: Path) -> None:
+    """A run in FP8 that has met its bound is named; one that has not been tried has no place."""
+    ours = Arm("flashmoe", "whole", is_forced=False, variant="fp8")
+    label = picture.OURS[ours.graph, ours.variant].label
+    records = {OURS.name: times(250), THEIRS.name: times(270), FP8.name: times(260)}
+    write(results / H200, {MIXTRAL.name: records})
+    texts = labels(draw(kept_cards(results)))
+    assert picture.THEIRS[True].label in texts
+    assert label not in texts
+    records[ours.name] = times(250, ended="bound", row_blocks=9, losses=[1.0] * 5)
+    write(results / H200, {MIXTRAL.name: records})
+    texts = labels(draw(kept_cards(results)))
+    assert {label, "flashmoe: row bound"} <= set(texts)
 
 
 def test_the_readmes_picture_is_that_of_the_records(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from flashmoe_megatron.bench.style import ACCENT, FUSED, UNFUSED, new_figure
+from tools.bench.cards.card import NOT_RUN
 from tools.bench.cards.kept import Comparison, KeptCard, Side, comparisons, shown
 
 BAR, GAP = 0.34, 0.26
@@ -60,7 +61,11 @@ def sides(row: Comparison) -> list[tuple[Kind, Side]]:
 
 
 def draw(cards: list[KeptCard]) -> str:
-    """Draws the cards that are shown and have a run of flashmoe, as the text of an SVG file."""
+    """Draws the cards that are shown and have a run of flashmoe, as the text of an SVG file.
+
+    A kind of run has a bar for each routing, or the reason why there is none; where neither routing
+    has been tried, it is left out.
+    """
     chosen = [
         card for card in shown(cards) if any(row.ours.line is not None for row in comparisons(card))
     ]
@@ -70,7 +75,8 @@ def draw(cards: list[KeptCard]) -> str:
         at, middles, names, drawn = 0.0, [], [], set()
         for card in chosen:
             bars = bars_of(card)
-            kinds = [kind for kind in KINDS if any(kind == each for _, each in bars)]
+            tried = {kind for (_, kind), side in bars.items() if side.why != NOT_RUN}
+            kinds = [kind for kind in KINDS if kind in tried]
             for i, kind in enumerate(kinds):
                 for ax, is_forced in zip(axes, ROUTINGS, strict=True):
                     if (is_forced, kind) in bars:

@@ -30,7 +30,8 @@ check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
-# No GPU is here to run these, but what they import and take as parameters is.
+# No GPU is here to run these, but what they import and take as parameters is. What they call is known
+# to mypy.
 check pytest --collect-only -qq tests/gpu tests/multi_gpu
 # Each file is in one of two processes, since its tests share fixtures; short files come last.
 check pytest --at-once --numprocesses 2 --dist loadfile --no-loadscope-reorder \

@@ -237,7 +237,7 @@ def _writes_only(*_: object) -> None:
     """The fake of every operator: outputs are arguments, so shapes are known."""
 
 
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_is_profiled = torch.autograd._profiler_enabled
 _num_modes = torch._C._len_torch_dispatch_stack
 
 

@@ -1,6 +1,9 @@
 """The project's own checks find what they are there to find."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -245,6 +248,68 @@ def test_hooks_use_the_versions_of_the_extra_dev():
     hooks = set(re.findall(pins, (ROOT / ".pre-commit-config.yaml").read_text()))
     assert hooks == set(re.findall(pins, (ROOT / "pyproject.toml").read_text()))
     assert len(hooks) == 3
+
+
+def test_mypy_checks_the_tests_that_need_a_gpu():
+    """Each folder that has some is among the files of mypy."""
+    _, _, settings = (ROOT / "pyproject.toml").read_text().partition("[tool.mypy]\n")
+    files = re.findall(r'"(.*?)"', settings[settings.index("files = [") : settings.index("]")])
+    folders = {
+        str(path.parent.relative_to(ROOT))
+        for path in ROOT.glob("tests/*/test_*.py")
+        if re.search(r"\bmark\.(multi_)?gpu\b", path.read_text())
+    }
+    assert {"tests/gpu", "tests/multi_gpu"} <= folders <= set(files)
+
+
+TYPED = """
+class Backend:
+    def forward(self, x: int, *, training: bool) -> tuple[int, int]:
+        return x, int(training)
+
+
+def run():
+    backend = Backend()
+"""
+
+
+def test_what_mypy_finds(tmp_path):
+    """In tests calls, names and unpackings that no longer fit; in tools that build everything."""
+    pytest.importorskip("mypy")
+    lines = {
+        "backend.forward(1)": ["call-arg"],
+        "backend.forward(1, training=True).rows": ["attr-defined"],
+        "backend.backward()": ["attr-defined"],
+        "one, other, last = backend.forward(1, training=True)": ["misc"],
+        "unknown(backend)": ["name-defined"],
+        "backend.forward('1', training=True)": [],
+        "return backend.forward(1, training=True)": [],
+    }
+    tools = ["tools/build.py", "tools/nvcc_build.py"]
+    wanted = {tool: ["no-untyped-def"] for tool in tools}
+    for number, codes in enumerate(lines.values(), TYPED.count("\n") + 1):
+        wanted[f"tests/gpu/test_made.py:{number}"] = codes
+    write(
+        tmp_path,
+        {
+            "tests/__init__.py": "",
+            "tests/gpu/__init__.py": "",
+            "tests/gpu/test_made.py": TYPED + "".join(f"    {line}\n" for line in lines),
+            **dict.fromkeys(tools, f"{TYPED}    return backend\n"),
+        },
+    )
+    options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", os.devnull]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "tests/gpu/test_made.py", *tools],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {place: [] for place in wanted}
+    for file, number, code in re.findall(r"(?m)^(\S+):(\d+): error: .*\[(.*)\]$", done.stdout):
+        found[file if file in tools else f"{file}:{number}"].append(code)
+    assert found == wanted, done.stdout + done.stderr
 
 
 def test_readme_begins_with_the_two_commands():

@@ -96,7 +96,11 @@ def _serve(
     os._exit(0)
 
 
-def _inputs(config: MoEConfig, rank: int) -> tuple[tuple[torch.Tensor, ...], ExpertWeights]:
+_Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Tokens, probabilities and routing map of a rank."""
+
+
+def _inputs(config: MoEConfig, rank: int) -> tuple[_Call, ExpertWeights]:
     """Tokens of a rank and experts of all."""
     one = cases.make_config(**{**vars(config), "num_ranks": 1})
     inputs = cases.make_inputs(one, cases.uniform, [config.max_tokens], dtype=torch.float32)
@@ -111,9 +115,7 @@ def _share(config: MoEConfig, rank: int, weights: ExpertWeights) -> ExpertWeight
     return ExpertWeights(weights.fc1[own], weights.fc2[own])
 
 
-def _step(
-    backend: HostsBackend, call: tuple[torch.Tensor, ...], weights: ExpertWeights
-) -> tuple[torch.Tensor, ...]:
+def _step(backend: HostsBackend, call: _Call, weights: ExpertWeights) -> tuple[torch.Tensor, ...]:
     out, saved = backend.forward(*call, weights, training=True)
     grads = [
         [WeightGrad(torch.empty_like(one), False) for one in kind]

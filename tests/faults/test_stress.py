@@ -3,7 +3,6 @@
 import itertools
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from flashmoe_megatron.config import Activation
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import WeightGrad
 from tests.gpu import stress
-from tests.gpu.stress import Report, Scenario, Values, Way, make_scenario, schedule
+from tests.gpu.stress import Ledger, Report, Scenario, Values, Way, make_scenario, schedule
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ class ReferenceRun:
             value.view(bits).view(-1)[-1] ^= 1
         return [found]
 
-    def enter(self, ledger: Any, scenario: Scenario, way: Way, got: list[Values]) -> None:
+    def enter(self, ledger: Ledger, scenario: Scenario, way: Way, got: list[Values]) -> None:
         ledger.enter(scenario, way, 0, got[0])
 
     def check_first(self, scenario: Scenario, got: list[Values]) -> None:

@@ -34,6 +34,7 @@ def step(
     weights = ExpertWeights(tuple(fc1), tuple(fc2))
     out = moe_apply(backend, x, probs, inputs.routing_map[rank], weights)
     out.backward(grad_out)
+    grads = [[one.grad for one in each] for each in (fc1, fc2)]
     unfused = moe_reference(
         x.detach(),
         probs.detach(),
@@ -49,8 +50,8 @@ def step(
         "unfused": unfused,
         "grad_x": x.grad,
         "grad_probs": probs.grad,
-        "fc1": torch.stack([weight.grad for weight in fc1]),
-        "fc2": torch.stack([weight.grad for weight in fc2]),
+        "fc1": torch.stack(grads[0]),
+        "fc2": torch.stack(grads[1]),
         "met": inputs.routing_map[-1][VICTIM][own],
     }
 

@@ -51,8 +51,10 @@ class Ranks:
         self.backend = ReferenceBackend(self.config, group)
 
     def forward(self, num_tokens: int = TOKENS) -> torch.Tensor:
-        given = (tensor[:num_tokens] for tensor in (self.x, self.probs, self.routing_map))
-        return moe_apply(self.backend, *given, self.weights)
+        x, probs, routing_map = (
+            tensor[:num_tokens] for tensor in (self.x, self.probs, self.routing_map)
+        )
+        return moe_apply(self.backend, x, probs, routing_map, self.weights)
 
     def gives_up(self, call: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         """Makes a call that has to fail in time because a peer is missing."""

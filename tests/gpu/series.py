@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from flashmoe_megatron.bench.shapes import SHAPES
@@ -66,7 +67,7 @@ def kernel_times(layer: Layer, routing: Routing) -> dict[str, list[tuple[float, 
     events = [
         event
         for event in profile.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA
+        if event.device_type() == DeviceType.CUDA
     ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         for kind, part in KERNELS.items():

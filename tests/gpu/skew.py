@@ -15,8 +15,10 @@ many steps of own rows they compute first, and compared bit for bit.
 # ruff: noqa: T201 - a program: it prints
 
 import argparse
+import functools
 import itertools
 import json
+import operator
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,10 +130,10 @@ class Layer:
         """Settles on the replicas of the next launch, from its own routing; nothing waits."""
         begin = torch.cuda.current_stream()
         for rank, backend in enumerate(self.layer.backends):
-            weights = self.weights[rank]
+            read = functools.partial(operator.getitem, self.weights, rank)
             streams()[rank].wait_stream(begin)
             with torch.cuda.stream(streams()[rank]):
-                backend.settle(routing[rank][1], lambda weights=weights: weights, layer=0)
+                backend.settle(routing[rank][1], read, layer=0)
         for stream in streams_ahead()[: len(self.layer.backends)]:
             begin.wait_stream(stream)
 

@@ -1,5 +1,6 @@
 """Forward and backward of a layer on virtual ranks, from shared inputs to results of all ranks."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -67,6 +68,17 @@ def make_grads(
         [[buffer(weight) for weight in share.fc1] for share in weights],
         [[buffer(weight) for weight in share.fc2] for share in weights],
     )
+
+
+def make_main_grads(
+    weights: Iterable[torch.Tensor], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Gives each weight a ``main_grad`` of zeros, as Megatron's DDP does, and returns them."""
+    made = []
+    for weight in weights:
+        made.append(torch.zeros_like(weight, dtype=dtype, requires_grad=False))
+        weight.main_grad = made[-1]  # type: ignore[attr-defined]
+    return made
 
 
 def collect(

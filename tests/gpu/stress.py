@@ -32,7 +32,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Protocol, get_args
 
 import torch
 
@@ -515,8 +515,29 @@ def load_kernels(seed: int, experts: Experts) -> None:
         ledger.settle()
 
 
+class Run(Protocol):
+    """Ranks that stress runs: all of them, or this process's."""
+
+    rank: int
+    """The rank that this process is; 0 if it is all of them."""
+    num_ranks: int
+    experts: Experts
+
+    def prepare(self, scenario: Scenario) -> None:
+        """Makes a scenario's layer, and whatever a launch of it could have to wait for."""
+
+    def run(self, scenario: Scenario, way: Way) -> list[Values]:
+        """Makes one step of a scenario; returns the results of each of these ranks."""
+
+    def enter(self, ledger: Ledger, scenario: Scenario, way: Way, got: list[Values]) -> None:
+        """Compares results with those that are known."""
+
+    def check_first(self, scenario: Scenario, got: list[Values]) -> None:
+        """Compares a scenario's first results with the oracle."""
+
+
 def stress(
-    run: Any,
+    run: Run,
     report: Report,
     seconds: float,
     agree_to_stop: Callable[[bool], bool],

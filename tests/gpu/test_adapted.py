@@ -93,7 +93,8 @@ class Layer:
         for got, want in zip(found, self.step(ExpertWeights(**self.sums)), strict=True):
             assert torch.equal(got, want)
         for kind, of_kind in self.sums.items():
-            self.check_factors(kind, torch.stack([one.grad for one in of_kind]).double(), rel_l2)
+            grads = [one.grad for one in of_kind]
+            self.check_factors(kind, torch.stack(grads).double(), rel_l2)
 
     def check_factors(self, kind: str, of_sums: torch.Tensor, rel_l2: float) -> None:
         """Compares factors' gradients with products of the gradients of the sums."""
@@ -210,8 +211,8 @@ def test_factors_of_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [of for _, of in given] == factors
     for rank, (left, of_factors) in enumerate(given):
         give(left, config, of_factors)
-        for place, sides in enumerate(zip(of_factors, made[rank], strict=True)):
-            of_side, (down, up) = sides
+        shares = zip(of_factors, made[rank], strict=True)
+        for place, (of_side, (down, up)) in enumerate(shares):
             full = torch.stack([one.buffer.double() for one in grads[place][rank]])
             wanted = up.double().mT @ full, full @ down.double().mT
             for got, want in zip(of_side.grads(), wanted, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from flashmoe_megatron.autograd import accumulator_of, moe_apply
@@ -65,6 +66,13 @@ class Model:
             accumulate_into_main_grad=accumulate_into_main_grad,
         )
 
+    def make_main_grads(
+        self, dtype: torch.dtype = torch.float32
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Gives each weight a ``main_grad`` of zeros; returns fc1's and fc2's."""
+        fc1, fc2 = (steps.make_main_grads(each, dtype) for each in (self.fc1, self.fc2))
+        return fc1, fc2
+
     def check(self, out: torch.Tensor, fc1: list[torch.Tensor], fc2: list[torch.Tensor]) -> None:
         per_expert = (
             torch.cat([grad.view(-1, *grad.shape[-2:]) for grad in each]) for each in (fc1, fc2)
@@ -81,23 +89,24 @@ def test_ordinary_gradients(stacked: bool):
     for results in (model.want.unfused,):
         results.grad_fc1 = results.grad_fc1.bfloat16()
         results.grad_fc2 = results.grad_fc2.bfloat16()
-    model.check(out, [w.grad for w in model.fc1], [w.grad for w in model.fc2])
+    grads = ([w.grad for w in each] for each in (model.fc1, model.fc2))
+    model.check(out, *grads)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["per expert", "stacked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_main_grad(dtype: torch.dtype, stacked: bool):
     model = Model(stacked=stacked)
+    main_grads = model.make_main_grads(dtype)
     parameters = model.fc1 + model.fc2
     for parameter in parameters:
-        parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=device())
-        parameter.grad_added_to_main_grad = False
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     out = model.forward(accumulate_into_main_grad=True)
     out.backward(model.inputs.grad_out[0])
-    assert all(parameter.grad_added_to_main_grad for parameter in parameters)
+    assert all(vars(parameter)["grad_added_to_main_grad"] for parameter in parameters)
     model.want.unfused.grad_fc1 = model.want.unfused.grad_fc1.to(dtype)
     model.want.unfused.grad_fc2 = model.want.unfused.grad_fc2.to(dtype)
-    model.check(out, [w.main_grad for w in model.fc1], [w.main_grad for w in model.fc2])
+    model.check(out, *main_grads)
 
 
 def test_a_thread_may_begin_with_the_library():
@@ -139,8 +148,7 @@ def test_what_is_not_kept_is_the_same_again(keep: Keep, launches: list[tuple[str
 def test_torch_never_synchronizes(accumulate: bool):
     """The only wait of the host is the plan's, for a word in its own memory."""
     model = Model()
-    for parameter in model.fc1 + model.fc2:
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    model.make_main_grads()
     for is_checked in (False, True):  # the first call may allocate and encode
         torch.cuda.set_sync_debug_mode("error" if is_checked else "default")
         try:
@@ -159,11 +167,7 @@ def test_forward_that_keeps_nothing_is_one_kernel():
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             model.forward()
             torch.cuda.synchronize()
-    on_gpu = [
-        event.name
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    on_gpu = [event.name for event in profiler.events() if event.device_type == DeviceType.CUDA]
     kernels = [name for name in on_gpu if not name.startswith(("Memcpy", "Memset"))]
     assert len(kernels) == 1, on_gpu
     assert "layer_kernel" in kernels[0], on_gpu
@@ -189,8 +193,7 @@ def test_a_graph_is_captured_after_steps_on_another_stream() -> None:
     capturing = torch.cuda.Stream()
     with torch.cuda.stream(capturing):
         accumulators = [accumulator_of(weight) for weight in weights]  # as DDP does
-    for weight in weights:
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    main_grads = model.make_main_grads()
 
     def step() -> torch.Tensor:
         model.x.grad = model.probs.grad = None
@@ -211,9 +214,9 @@ def test_a_graph_is_captured_after_steps_on_another_stream() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=capturing):
         out = step()
-    for weight in weights:
-        weight.main_grad.zero_()
+    for one in (*main_grads[0], *main_grads[1]):
+        one.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    model.check(out, [w.main_grad for w in model.fc1], [w.main_grad for w in model.fc2])
+    model.check(out, *main_grads)
     del accumulators

@@ -343,6 +343,6 @@ def test_graphs_with_slots_tell_nobody():
             with torch.cuda.stream(streams()[rank]):
                 graph.replay()
         torch.cuda.synchronize()
-        results = ([each[i] for each in graphs] for i in (1, 2, 3))
-        steps.assert_same_bits(steps.collect(*results, *grads), want)
+        out, grad_x, grad_probs = ([each[i] for each in graphs] for i in (1, 2, 3))
+        steps.assert_same_bits(steps.collect(out, grad_x, grad_probs, *grads), want)
     assert all(backend.early_fc2_grads() is None for backend in layer.backends)

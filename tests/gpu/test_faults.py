@@ -13,7 +13,8 @@ import torch
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, HeapError, PeerTimeoutError
-from flashmoe_megatron.kernel.backend import KernelBackend
+from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.backend import KernelBackend, PendingForward
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.weights import ExpertWeights
@@ -43,7 +44,7 @@ class Case:
     def check(self) -> None:
         assert_as_good(steps.step(self.layer, self.inputs, self.weights), self.want)
 
-    def begin(self) -> list[Any]:
+    def begin(self) -> list[PendingForward]:
         inputs = self.inputs
         return self.layer.begin(inputs.x, inputs.probs, inputs.routing_map)
 
@@ -66,7 +67,7 @@ class Case:
         return str(error.value)
 
 
-def finish(case: Case, pending: list[Any], rank: int) -> Any:
+def finish(case: Case, pending: list[PendingForward], rank: int) -> object:
     return case.layer.backends[rank].finish(pending[rank], case.weights[rank], training=True)
 
 
@@ -117,12 +118,12 @@ def test_signals_that_never_arrive(num_ranks: int):
     faulty = memories[-1]
     honest_open = faulty.open
 
-    def open_elsewhere() -> Any:
+    def open_elsewhere() -> bindings.FlashMoEGroup:
         group = honest_open()
         group.heaps[0] = elsewhere.data_ptr()
         return group
 
-    faulty.open = open_elsewhere
+    faulty.open = open_elsewhere  # type: ignore[method-assign]
     pending = case.begin()
     messages = [case.gives_up(rank, finish, case, pending, rank) for rank in range(num_ranks)]
     del faulty.open

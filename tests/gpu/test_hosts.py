@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -371,22 +372,22 @@ def test_what_the_second_level_takes_on_virtual_hosts(grid: str):
     assert all(isinstance(one, Parts) for one in parts), parts
     spinner = Spinner()
 
-    def device_ms(name: str) -> float:
+    def device_ms(part: Callable[[Parts], object]) -> float:
         times = []
-        layer.run(lambda backend: getattr(parts[backend.rank], name)())
+        layer.run(lambda backend: part(parts[backend.rank]))
         for _ in range(7):
             with spinner.hold(1):
                 torch.cuda.current_stream().wait_stream(spinner.stream)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()
-                kept = layer.run(lambda backend: getattr(parts[backend.rank], name)())
+                kept = layer.run(lambda backend: part(parts[backend.rank]))
                 end.record()
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end))
             assert not any(isinstance(one, Exception) for one in kept), kept
         return sorted(times)[3]
 
-    whole, alone, copies = (device_ms(name) for name in ("both", "alone", "copies"))
+    whole, alone, copies = map(device_ms, (Parts.both, Parts.alone, Parts.copies))
     judge_second_level(f"{grid} virtual hosts, 4,096 tokens a rank", whole, alone, copies)
     for backend in layer.backends:
         backend.raise_pending_fault()
@@ -442,7 +443,7 @@ def spans_of(rail: ThrottledRail, backend: HostsBackend, forward: Callable[[], o
     """When exchanges and launches of a forward begin and end, in ms from its begin."""
     inner = backend.within.forward
 
-    def timed(*args: Any, **options: Any) -> Any:
+    def timed(*args: Any, **options: Any) -> tuple[torch.Tensor, object]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         result = inner(*args, **options)
@@ -511,7 +512,7 @@ def test_exchanges_under_launches(tokens: int):
     )
     rail.us_per_byte = products * 1e3 / (sum(crossing.sent) * x[0].numel() * x.element_size())
     both_ways = event_ms(lambda: exchange_both_ways(crossing, rail, x, rows))
-    times = [event_ms(lambda backend=backend: forward(backend)) for backend in backends]
+    times = [event_ms(partial(forward, backend)) for backend in backends]
     print(  # noqa: T201 - a measurement
         f"\nproducts {products:.3f} ms, exchange both ways {both_ways:.3f} ms, forward with "
         f"overlap 0, 1, 2: {', '.join(f'{one:.3f}' for one in times)} ms, "

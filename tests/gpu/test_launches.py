@@ -270,11 +270,12 @@ def test_a_rank_ahead_with_another_layer_disturbs_nobody():
         """Rank 0's output; returns without waiting for it."""
         outs = []
         for rank, backend in enumerate(layers[which].backends):
-            given = [of[rank] for of in (batches[which].x, batches[which].probs)]
+            batch = batches[which]
             with torch.cuda.stream(streams()[rank]):
                 pending = backend.begin(
-                    *given,
-                    batches[which].routing_map[rank],
+                    batch.x[rank],
+                    batch.probs[rank],
+                    batch.routing_map[rank],
                     int(backend._sizes.max_row_blocks),
                 )
                 out, _ = backend.finish(pending, weights[which][rank], training=False)

@@ -6,9 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,10 @@ import torch.distributed as dist
 from flashmoe_megatron import FlashMoELayer, MoEConfig
 from flashmoe_megatron.errors import FlashMoEError, LinkError, PeerTimeoutError, ShapeError
 from flashmoe_megatron.multipath import trials
+from flashmoe_megatron.multipath.links import Link
 from flashmoe_megatron.multipath.multipath import Multipath
+from flashmoe_megatron.multipath.queues import Queues
+from flashmoe_megatron.multipath.transfers import Load
 from tests.distributed import RankError, RankPool
 from tests.unit.summands import contribution, in_order
 
@@ -91,15 +93,15 @@ def gathers_by_what_is_faster(group: dist.ProcessGroup, links_take: float) -> No
     with made(group, links="auto") as multipath, pytest.MonkeyPatch.context() as patch:
         exchange, row_of = multipath.transfers.exchange, trials.row_of
 
-        def noted(load: Any) -> set[Any]:
+        def noted(load: Load) -> set[Link]:
             by_links.append(load.what)
             return exchange(load)
 
         patch.setattr(multipath.transfers, "exchange", noted)
 
-        def paced(*row: Any) -> tuple[list[Any], float]:
+        def paced(move: Callable[[], object], queues: Queues) -> tuple[list[object], float]:
             before = len(by_links)
-            runs, _ = row_of(*row)
+            runs, _ = row_of(move, queues)
             return runs, links_take if len(by_links) > before else 1.0
 
         patch.setattr(trials, "row_of", paced)

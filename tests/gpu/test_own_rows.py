@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from flashmoe_megatron.call import Given
 from flashmoe_megatron.config import TILE_M, Activation, MoEConfig
+from flashmoe_megatron.kernel.backend import KernelBackend, _Buffers
 from flashmoe_megatron.oracle import assert_close
 from flashmoe_megatron.weights import ExpertWeights
 from tests.gpu import steps
@@ -58,6 +60,20 @@ def own_blocks(config: MoEConfig, inputs: cases.Inputs, rank: int) -> list[tuple
     return found
 
 
+def note_rows(backend: KernelBackend, noted: list[torch.Tensor]) -> None:
+    """Notes the rows of all buffers that a backend makes from now on."""
+    make = backend._make_buffers
+
+    def make_and_note(num_row_blocks: int, given: Given, *, training: bool) -> _Buffers:
+        buffers = make(num_row_blocks, given, training=training)
+        rows, *_ = buffers
+        assert rows is not None
+        noted.append(rows)
+        return buffers
+
+    backend._make_buffers = make_and_note  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("intermediate", [192, NARROW, WIDE])
 @pytest.mark.parametrize(
     "case", ["uniform", "skewed", "to_one_rank", "to_one_expert", "with_empty_experts"]
@@ -91,15 +107,7 @@ def test_only_blocks_of_other_ranks_are_copied(intermediate: int, num_ranks: int
     config, inputs, weights, layer = uniform(num_ranks, intermediate=intermediate)
     made: list[torch.Tensor] = []
     for backend in layer.backends:
-        make = backend._make_buffers
-
-        def noted(*args: Any, make: Any = make, **options: Any) -> Any:
-            buffers = make(*args, **options)
-            rows, *_ = buffers
-            made.append(rows)
-            return buffers
-
-        backend._make_buffers = noted  # type: ignore[method-assign]
+        note_rows(backend, made)
     layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights, training=False)
     torch.cuda.synchronize()
     counts = [0, 0]

@@ -124,6 +124,7 @@ def world(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     """A group of NCCL with this process alone."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ from flashmoe_megatron.config import Keep, MoEConfig
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.gpu import steps
-from tests.gpu.expected import assert_as_good, assert_void, expected
+from tests.gpu.expected import Results, assert_as_good, assert_void, expected
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.test_in_step import OnStream, run_on_streams
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, device, streams
@@ -35,7 +35,7 @@ class Trainable:
         self.right = self.step()
         assert_as_good(self.right, expected(config, self.inputs))
 
-    def step(self) -> Any:
+    def step(self) -> Results:
         return steps.step(self.layer, self.inputs, self.weights)
 
     def forward(self, blocks: int | None, *, training: bool = True) -> list[Any]:

@@ -6,6 +6,7 @@ differ. A few SMs stay free, so that ordinary kernels of one rank run beside the
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -320,8 +321,8 @@ class VirtualLayer:
             count_routes(expected)  # see load_kernels(); which kernel counts depends on the shape
         for rank, expected in enumerate(routing_map):
             with self._on_stream(rank):
-                share = weights[rank]
-                self.backends[rank].settle(expected, lambda share=share: share, layer=0)
+                read = functools.partial(operator.getitem, weights, rank)
+                self.backends[rank].settle(expected, read, layer=0)
 
     def backward(
         self,

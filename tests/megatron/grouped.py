@@ -48,7 +48,7 @@ class DelayedGroupedLinear(TorchGroupedLinear):
         self.pending: list[tuple[torch.Tensor, torch.Tensor, list[int]]] = []
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         for weight in self.parameters():
-            weight.skip_backward_post_hook = True
+            weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         self.wgrad_accumulation_and_reduce_hooks.append(hook)

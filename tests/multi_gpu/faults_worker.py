@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import HeapError, PeerTimeoutError
+from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.weights import WeightGrad
 from tests.faults.jobs import write_record
@@ -153,7 +154,7 @@ def withheld_signals(job: Job) -> dict[str, Any]:
     assert memory._heap is not None
     elsewhere = torch.zeros_like(memory._heap.local)
 
-    def open_elsewhere() -> Any:
+    def open_elsewhere() -> bindings.FlashMoEGroup:
         group = honest_open()
         group.heaps[0] = elsewhere.data_ptr()
         return group

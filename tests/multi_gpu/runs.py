@@ -1,6 +1,7 @@
 """Runs that are named on the command line, as "learned,slots=2,queues=8"."""
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
@@ -28,13 +29,15 @@ class Named:
         name, *given = text.split(",")
         options = cls._options()
         values = {}
+        make: Callable[..., R] = cls
         try:
             for each in given:
                 option, _, value = each.partition("=")
                 if option not in options:
                     raise ValueError(f"{each}: wanted NAME=VALUE with a name of {[*options]}")
-                values[option] = type(options[option].default)(value)
-            return cls(name, **values)
+                kind: Callable[[str], object] = type(options[option].default)
+                values[option] = kind(value)
+            return make(name, **values)
         except ValueError as error:
             raise ArgumentTypeError(str(error)) from None  # others' words argparse does not show
 

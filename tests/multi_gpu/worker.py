@@ -30,6 +30,7 @@ from flashmoe_megatron.errors import ConfigError, PeerTimeoutError, RoutingError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
+from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected, to_device
 from tests.gpu.layers import make_config, zipf
 from tests.gpu.virtual import poisoned_empties
@@ -244,9 +245,9 @@ def main_grads(job: Job) -> None:
     inputs = job.inputs(config, cases.with_empty_experts, tokens_of(job))
     backend = job.backend(config)
     weights = job.weights(config, inputs)
+    main_grads = [steps.make_main_grads(share) for share in (weights.fc1, weights.fc2)]
     for weight in (*weights.fc1, *weights.fc2):
         weight.requires_grad_()
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     for _ in range(2):
         x = inputs.x[job.rank].clone().requires_grad_()
         probs = inputs.probs[job.rank].clone().requires_grad_()
@@ -259,10 +260,7 @@ def main_grads(job: Job) -> None:
             accumulate_into_main_grad=True,
         )
         out.backward(inputs.grad_out[job.rank])
-    fc1, fc2 = (
-        torch.stack([weight.main_grad / 2 for weight in share])
-        for share in (weights.fc1, weights.fc2)
-    )
+    fc1, fc2 = (torch.stack(share) / 2 for share in main_grads)
     for weight in (*weights.fc1, *weights.fc2):
         weight.requires_grad_(False)
     want = expected(config, inputs).share(config, tokens_of(job), job.rank)

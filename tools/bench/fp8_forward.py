@@ -20,7 +20,7 @@ from examples.arguments import count
 from flashmoe_megatron.bench import stopwatch
 from flashmoe_megatron.bench.correctness import LayerResults
 from flashmoe_megatron.bench.problem import Problem
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import MAX_RANKS, MoEConfig
 from flashmoe_megatron.kernel import bindings
 from tools.arguments import parse_with_shapes
 from tools.bench import fp8_times
@@ -99,7 +99,7 @@ class Rank:
 
     def join(self, ranks: "list[Rank]") -> None:
         """Makes the ranks a group; each rank calls it once."""
-        heaps = (ctypes.c_void_p * bindings.MAX_RANKS)(*(one.heap.data_ptr() for one in ranks))
+        heaps = (ctypes.c_void_p * MAX_RANKS)(*(one.heap.data_ptr() for one in ranks))
         self._group = bindings.FlashMoEGroup(
             heaps=heaps,
             workspace=self._workspace.data_ptr(),

@@ -1784,6 +1784,20 @@ MUTATIONS = (
         "tests/unit/test_unfollowed.py::test_ranks_without_a_backward_are_named[hosts]",
     ),
     Mutation(
+        "layers that stay in bfloat16 have experts in FP8",
+        "_compute",
+        "is_kept_in_bf16(layer)",
+        "False",
+        "tests/megatron/test_fp8.py::test_first_and_last_layers_stay_in_bfloat16",
+    ),
+    Mutation(
+        "one more of the last layers stays in bfloat16",
+        "is_kept_in_bf16",
+        "<= number < end",
+        "<= number < end - 1",
+        "tests/megatron/test_fp8.py::test_first_and_last_layers_stay_in_bfloat16",
+    ),
+    Mutation(
         "a block in FP8 is read with the scale of the next one",
         "dequantize",
         "blocks.scales.unsqueeze",
@@ -2018,8 +2032,8 @@ MUTATIONS = (
     Mutation(
         "layers of frameworks compute in bfloat16 where FP8 is asked for",
         "GroupBackends.backend_of",
-        "experts=self._settings.experts",
-        "",
+        "experts or self._settings.experts",
+        'experts or "bf16"',
         "tests/unit/test_fp8.py::test_layers_of_frameworks_get_what_their_option_says",
     ),
     Mutation(

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from flashmoe_megatron.autograd import in_backward
 from flashmoe_megatron.call import Backend, Together
 from flashmoe_megatron.checks import KERNEL_DTYPES
-from flashmoe_megatron.config import TILE_M, MoEConfig, align_capacity
+from flashmoe_megatron.config import TILE_M, Experts, MoEConfig, align_capacity
 from flashmoe_megatron.eager import unseen
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.hooks import Hooks
@@ -115,19 +115,21 @@ class GroupBackends:
         made._hooks = {**self._hooks, **made._hooks}
         return made
 
-    def backend_of(self, shape: MoEConfig, dtype: torch.dtype) -> Backend:
+    def backend_of(
+        self, shape: MoEConfig, dtype: torch.dtype, experts: Experts | None = None
+    ) -> Backend:
         """The backend for the group's ``max_tokens``; one is made if there is none yet.
 
         Making one is collective over the group. At the first, ranks compare their settings: many
         say in which collectives a rank takes part. The shape's own ``max_tokens`` and ``experts``
-        do not count.
+        do not count: experts compute in ``experts``, or as the settings say.
 
         Raises:
             ConfigError: The ranks have different settings; or see
                 :func:`~flashmoe_megatron.select.select_backend`.
         """
         config = dataclasses.replace(
-            shape, max_tokens=self.max_tokens, experts=self._settings.experts
+            shape, max_tokens=self.max_tokens, experts=experts or self._settings.experts
         )
         key = config, dtype
         if key not in self._backends:
@@ -249,6 +251,7 @@ class LayerExperts(ABC):
         self.num_tokens = 0
         self.is_training = True
         self._backend: Backend | None = None
+        self._precision: Experts | None = None
         self._shape: MoEConfig
         self._backends: GroupBackends
 
@@ -276,7 +279,7 @@ class LayerExperts(ABC):
             DeviceError: The kernel was asked for and cannot run here.
         """
         self._shape, self._backends = self.locate()
-        backend = self._backends.backend_of(self._shape, self._weights_dtype)
+        backend = self._find_backend()
         if backend.within.kind == "kernel" and self.dtype not in KERNEL_DTYPES:
             raise ConfigError(
                 f"the experts are {self.dtype} and the kernel computes in bfloat16 or float16; "
@@ -336,16 +339,28 @@ class LayerExperts(ABC):
         backend = self.backend
         if self._backends.is_over:
             self._backends = self._backends.followed()
-            backend = self._backends.backend_of(self._shape, self._weights_dtype)
-            self._backend = backend
+            self._backend = backend = self._find_backend()
         return backend
+
+    def compute_in(self, experts: Experts) -> Backend:
+        """Has the layer compute in another precision than the settings'. Collective over the group.
+
+        Args:
+            experts: What its experts compute in from now on.
+        """
+        self._precision = experts
+        self._backend = backend = self._find_backend()
+        return backend
+
+    def _find_backend(self) -> Backend:
+        return self._backends.backend_of(self._shape, self._weights_dtype, self._precision)
 
     def _backend_for(self, num_tokens: int) -> Backend:
         backend, backends = self.follow_group(), self._backends
         if not backends.is_bounded:
             backends.agree_on_tokens(num_tokens)
             if backends.max_tokens != backend.config.max_tokens:
-                self._backend = backend = backends.backend_of(self._shape, self._weights_dtype)
+                self._backend = backend = self._find_backend()
         elif num_tokens > backends.max_tokens:
             with Together(backend):
                 raise ShapeError(

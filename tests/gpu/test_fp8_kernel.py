@@ -603,3 +603,24 @@ def test_weights_in_another_form_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             backend.forward(*given, weights, training=False)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_layers_of_other_precisions_share_a_heap(num_ranks: int) -> None:
+    """As a model has them whose first and last layers stay in bfloat16."""
+    group, layers, held = None, [], []
+    for experts in ("fp8", "bf16", "fp8_dgrad", "bf16"):
+        config, inputs = make(num_ranks, **FORMS["swiglu"], experts=experts)
+        inputs = replace(inputs, x=[x.roll(len(layers), 0) for x in inputs.x])
+        layer = VirtualLayer(config, group)
+        group = layer.group
+        weights = steps.weights_of(config, inputs)
+        want = steps.step(VirtualLayer(config), inputs, weights)
+        layers.append((layer, inputs, weights, want))
+    for layer, inputs, weights, _ in layers * 2:
+        held.append(layer.forward(inputs.x, inputs.probs, inputs.routing_map, weights))
+    for (layer, inputs, weights, want), forward in reversed(
+        list(zip(layers * 2, held, strict=True))
+    ):
+        steps.assert_same_bits(steps.backward(layer, inputs, weights, forward), want)
+        layer.check_guards()

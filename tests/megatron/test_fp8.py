@@ -1,6 +1,7 @@
 """Routed experts of runs in FP8, with a stand-in for Transformer Engine's state."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from enum import Enum
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from flashmoe_megatron.adapters.megatron import fp8, routed
 from flashmoe_megatron.adapters.megatron.config.refusals import check_fp8_experts
 from flashmoe_megatron.adapters.megatron.settings import Settings
+from flashmoe_megatron.adapters.megatron.shape import is_kept_in_bf16
 from flashmoe_megatron.adapters.megatron.weights import expert_weights
 from flashmoe_megatron.config import Experts
 from flashmoe_megatron.errors import ConfigError
@@ -158,6 +160,66 @@ def layers_in_fp8(
         return stock, fused, routed._said
 
 
+def test_first_and_last_layers_stay_in_bfloat16(two_ranks: RankPool) -> None:
+    """Whatever their experts' flag says, and with the bits of a run in bfloat16."""
+    for in_bf16, in_fp8, mixed, said in two_ranks.run(layers_by_number):
+        for number, got in enumerate(mixed, 1):
+            want, other = (in_fp8, in_bf16) if number in (2, 3) else (in_bf16, in_fp8)
+            assert got.keys() == want.keys()
+            for name, tensor in got.items():
+                assert torch.equal(tensor, want[name]), (number, name)
+            assert not torch.equal(got["output"], other["output"])
+        first_and_last = "routed experts of the first 1 and last 2 of 5 layers compute in bfloat16"
+        assert fp8.FP8_EXPERTS in said
+        assert any(line.startswith(first_and_last) for line in said)
+
+
+def test_the_layers_that_stay_in_bfloat16_are_megatrons() -> None:
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+
+    for is_on, start, end in itertools.product((False, True), (0, 1, 3), (0, 2)):
+        config = transformer_config(
+            Layout(),
+            "flashmoe",
+            num_layers=6,
+            first_last_layers_bf16=is_on,
+            num_layers_at_start_in_bf16=start,
+            num_layers_at_end_in_bf16=end,
+        )
+        for number in range(1, 9):  # layers of multi-token prediction among them
+            layer = SimpleNamespace(config=config, layer_number=number)
+            assert is_kept_in_bf16(layer) == is_first_last_bf16_layer(config, number - 1)
+    assert not is_kept_in_bf16(
+        SimpleNamespace(config=SimpleNamespace(num_layers=2), layer_number=1)
+    )
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def layers_by_number(
+    group: dist.ProcessGroup,
+) -> tuple[Tensors, Tensors, list[Tensors], set[str]]:
+    # Megatron's losses of routers have a place for each layer of the first model alone.
+    plain = {**IN_FP8, "moe_router_load_balancing_type": "none", "num_layers": 5}
+    found = []
+    for experts in ("bf16", "fp8"):
+        prepare(EP2, experts=experts)
+        found.append(run_layer(make_layer(transformer_config(EP2, "flashmoe", **plain))))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(routed, "_said", set())
+        prepare(EP2, experts="fp8", quantize="step")
+        settings = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 2}
+        mixed = []
+        for number in range(1, 6):
+            layer = make_layer(transformer_config(EP2, "flashmoe", **plain, **settings))
+            layer.set_layer_number(number)
+            mixed.append(run_layer(layer))
+            experts = layer.flashmoe_routed_experts.backend.config.experts
+            assert experts == ("fp8" if number in (2, 3) else "bf16")
+        return found[0], found[1], mixed, routed._said
+
+
 class Recipe(Enum):
     """As Megatron has recipes."""
 
@@ -173,7 +235,6 @@ class Recipe(Enum):
             "--fp8-recipe tensorwise: pass --fp8-recipe blockwise",
         ),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8: pass"),
-        ({"first_last_layers_bf16": True}, "--first-last-layers-bf16: leave it out"),
         ({"bf16": False, "fp16": True}, "parameters in torch.float16: pass --bf16"),
         ({"bf16": False, "params_dtype": torch.float32}, "parameters in torch.float32: pass"),
         ({"add_bias_linear": True}, "biases: pass --disable-bias-linear"),
@@ -248,13 +309,15 @@ def test_the_flag_is_answered_at_the_start(
 ) -> None:
     monkeypatch.setattr(routed, "_said", set())
     config = transformer_config(Layout(), "flashmoe")
+    config.fp8_param = True
     for flag in (None, "hybrid", "hybrid"):
         config.fp8 = flag
         routed._announce(
             ReferenceBackend(make_config()), config, Settings(), is_bounded=flag is None
         )
     said = capsys.readouterr().out
-    assert said.count(f"flashmoe: {fp8.BFLOAT16_EXPERTS}\n") == 1
+    for line in (fp8.BFLOAT16_EXPERTS, fp8.BFLOAT16_PARAMETERS):
+        assert said.count(f"flashmoe: {line}\n") == 1
 
 
 class Quantized(torch.Tensor):

@@ -145,6 +145,7 @@ def test_what_a_megakernel_cannot_honour(name: str, two_ranks: RankPool) -> None
         ({"pre_gate": True}, "--flashmoe-pre-gate"),
         ({"placement": "lookahead", "spare_slots": 1}, "--flashmoe-placement lookahead"),
         ({"slice_gradients": True}, "--flashmoe-slice-gradients"),
+        ({"experts": "fp8"}, "--first-last-layers-bf16"),
     ],
 )
 def test_settings_that_a_megakernel_cannot_honour(
@@ -530,6 +531,7 @@ def refused_settings(group: dist.ProcessGroup, settings: dict[str, Any]) -> str:
     prepare(Layout(expert=2))
     layer = make_layer(transformer_config(Layout(expert=2), "flashmoe"))
     prepare(Layout(expert=2), **settings)
+    layer.config.first_last_layers_bf16 = True
     return refusal_of(megakernel_of, layer)
 
 

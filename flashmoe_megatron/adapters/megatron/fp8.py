@@ -37,10 +37,24 @@ FP8_DGRAD = (
 )
 """The notice that the user receives who has asked for that."""
 
+BFLOAT16_PARAMETERS = (
+    "parameters of routed experts stay in bfloat16 with --fp8-param-gather, and are gathered so"
+)
+"""The notice that the user of that flag receives."""
+
 _CLASSES = ("SequentialMLP", "TEGroupedMLP", "GroupedMLP")
 """The experts' classes in ``megatron.core.transformer.moe.experts``; releases differ."""
 
 _builds_fused = ContextVar("builds_fused", default=False)
+
+
+def bfloat16_layers(config: Any) -> str:
+    """The notice of layers that stay in bfloat16 in a run with routed experts in FP8."""
+    return (
+        f"routed experts of the first {config.num_layers_at_start_in_bf16} and last "
+        f"{config.num_layers_at_end_in_bf16} of {config.num_layers} layers compute in bfloat16 "
+        "(--first-last-layers-bf16)"
+    )
 
 
 def fp8_is_on() -> bool:

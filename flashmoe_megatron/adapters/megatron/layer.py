@@ -34,7 +34,7 @@ from flashmoe_megatron.adapters.megatron.peers import check_dispatchers, tell_di
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts, say_of_process
 from flashmoe_megatron.adapters.megatron.schedule import check_schedule, reduce_gradients
 from flashmoe_megatron.adapters.megatron.settings import STOCK_DISPATCHER_TYPE, current_settings
-from flashmoe_megatron.adapters.megatron.shape import ROUTED, number_in_model
+from flashmoe_megatron.adapters.megatron.shape import ROUTED, is_kept_in_bf16, number_in_model
 from flashmoe_megatron.adapters.patch import Function, patch
 
 
@@ -191,6 +191,8 @@ def _compute(
     routed, dispatcher = getattr(layer, ROUTED), layer.token_dispatcher
     dispatcher.start_shared(hidden_states)
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if not routed.num_calls and is_kept_in_bf16(layer):
+        routed.keep_in_bf16()
     output = routed(
         tokens, probs, dispatcher.routing_map, layer=number_in_model(layer), experts=layer.experts
     )

@@ -20,6 +20,7 @@ from flashmoe_megatron.adapters.megatron.config.asked import OVERLAP, is_megaker
 from flashmoe_megatron.adapters.megatron.config.refusals import CONFIG_REFUSALS, refuse
 from flashmoe_megatron.adapters.megatron.routed import RoutedExperts
 from flashmoe_megatron.adapters.megatron.settings import current_settings, flag_of
+from flashmoe_megatron.adapters.megatron.shape import keeps_layers_in_bf16
 from flashmoe_megatron.adapters.patch import Function, patch
 from flashmoe_megatron.errors import ConfigError
 
@@ -57,6 +58,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
         refuse(config, CONFIG_REFUSALS)
         settings, one_call = current_settings(), "has one call for routed and shared experts"
         is_ahead = settings.placement == "lookahead" and settings.filled_slots > 0
+        is_mixed = settings.experts != "bf16" and keeps_layers_in_bf16(config)
         is_routed = "is given tokens that are routed"
         for flag, is_asked, interface in (
             ("--moe-latent-size", getattr(config, "moe_latent_size", None), one_call),
@@ -65,6 +67,7 @@ class FlashMoEMegakernel(MegakernelBackend):  # type: ignore[misc]
             (flag_of("gate"), settings.gate != "router", is_routed),
             (f"{flag_of('placement')} lookahead", is_ahead, is_routed),
             (flag_of("slice_gradients"), settings.slice_gradients, is_routed),
+            ("--first-last-layers-bf16", is_mixed, "does not know a layer's number"),
         ):
             if is_asked:
                 raise ConfigError(

@@ -33,8 +33,10 @@ from flashmoe_megatron.adapters.megatron.config.refusals import (
 )
 from flashmoe_megatron.adapters.megatron.fp8 import (
     BFLOAT16_EXPERTS,
+    BFLOAT16_PARAMETERS,
     FP8_DGRAD,
     FP8_EXPERTS,
+    bfloat16_layers,
     fp8_is_on,
 )
 from flashmoe_megatron.adapters.megatron.offload import run_offloaded, unused_modules
@@ -46,6 +48,7 @@ from flashmoe_megatron.adapters.megatron.settings import (
 )
 from flashmoe_megatron.adapters.megatron.shape import (
     check_graph,
+    keeps_layers_in_bf16,
     moe_config,
     resolve_max_tokens,
     with_config,
@@ -280,6 +283,20 @@ class RoutedExperts(LayerExperts):
     def open(self) -> Backend:
         """Makes the backend, reads the calibration and tells the user what computes the layer."""
         backend = super().open()
+        self._read_calibration(backend)
+        _announce(backend, self._config, self._settings, is_bounded=self._backends.is_bounded)
+        return backend
+
+    def keep_in_bf16(self) -> None:
+        """Has the experts compute in bfloat16 whatever the settings say. Collective over the group.
+
+        A layer learns its number only after it is built, so its first call says so.
+        """
+        if self.backend.config.experts == "bf16":
+            return
+        self._read_calibration(self.compute_in("bf16"))
+
+    def _read_calibration(self, backend: Backend) -> None:
         self.calibration = read_calibration(
             self._settings,
             [backend.config],
@@ -288,8 +305,6 @@ class RoutedExperts(LayerExperts):
             grads="main_grad",  # Megatron's DDP, which has it, comes after the model
             group=self._group,
         )
-        _announce(backend, self._config, self._settings, is_bounded=self._backends.is_bounded)
-        return backend
 
 
 _live: "weakref.WeakSet[RoutedExperts]" = weakref.WeakSet()
@@ -344,8 +359,12 @@ def _announce(backend: Backend, config: Any, settings: Settings, *, is_bounded: 
     say_once(describe(backend, config, is_bounded=is_bounded))
     if settings.experts != "bf16":
         say_once(FP8_DGRAD if settings.experts == "fp8_dgrad" else FP8_EXPERTS)
+        if keeps_layers_in_bf16(config):
+            say_once(bfloat16_layers(config))
     elif getattr(config, "fp8", None):
         say_once(BFLOAT16_EXPERTS)
+    if getattr(config, "fp8_param", False):
+        say_once(BFLOAT16_PARAMETERS)
     if settings.filled_slots and backend.config.num_ranks > 1:
         say_once(_describe_replicas(backend.config, settings))
     if settings.pre_gate:

@@ -38,6 +38,23 @@ def number_in_model(layer: Any) -> int:
     return number
 
 
+def keeps_layers_in_bf16(config: Any) -> bool:
+    """Tells whether ``--first-last-layers-bf16`` is on, which the oldest configuration lacks."""
+    return bool(getattr(config, "first_last_layers_bf16", False))
+
+
+def is_kept_in_bf16(layer: Any) -> bool:
+    """Tells whether ``--first-last-layers-bf16`` has a layer compute in bfloat16.
+
+    The rule is Megatron's, which counts layers of multi-token prediction as it numbers them.
+    """
+    config, number = layer.config, int(layer.layer_number or 1) - 1
+    if not keeps_layers_in_bf16(config):
+        return False
+    end = int(config.num_layers) - int(config.num_layers_at_end_in_bf16)
+    return not int(config.num_layers_at_start_in_bf16) <= number < end
+
+
 def moe_config(
     config: Any, experts: torch.nn.Module, *, num_ranks: int, max_tokens: int
 ) -> MoEConfig:

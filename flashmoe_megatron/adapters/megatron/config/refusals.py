@@ -164,8 +164,8 @@ def check_fp8_experts(config: Any, settings: Settings) -> None:
     """Refuses routed experts in FP8 where they would not follow a setting of the model.
 
     Raises:
-        ConfigError: The model's recipe or its format is another one, some of its layers are not in
-            FP8, or its experts have what no experts in FP8 have.
+        ConfigError: The model's recipe or its format is another one, or its experts have what no
+            experts in FP8 have.
     """
     if settings.experts == "bf16":
         return
@@ -187,11 +187,6 @@ def check_fp8_experts(config: Any, settings: Settings) -> None:
             in_fp8 and os.environ.get(_FLOAT32_SCALES) == "1",
             f"{_FLOAT32_SCALES}=1",
             "leave it out, their scales are powers of two",
-        ),
-        (
-            is_set("first_last_layers_bf16")(config),
-            "--first-last-layers-bf16",
-            "leave it out, all layers have experts of one precision",
         ),
         (dtype != torch.bfloat16, f"parameters in {dtype}", "pass --bf16"),
         (is_set("add_bias_linear")(config), "biases", "pass --disable-bias-linear"),

@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from tools.bench.cards.kept import RESULTS
+from tools.bench.cards.picture import LABEL
 from tools.bench.common import read_record
 from tools.bench.fp8_losses import __main__ as fp8_losses
 from tools.bench.fp8_losses.begun import FirstWeights, sums_of
 from tools.bench.fp8_losses.judge import are_the_same, judge, means_of, table
+from tools.bench.fp8_losses.picture import COLORS, MEAN_OF, means
 from tools.bench.fp8_losses.runs import END_OF_FILE, RUNS, THEIRS, write_text
 
+KEPT = RESULTS / "2026-11-29-fp8-losses-h200-1x.jsonl"
 WEIGHTS = {"elements": 10, "sum": 2.5, "squares": 7.0}
 
 
@@ -95,8 +98,7 @@ def test_the_second_run_in_fp8_may_be_missing() -> None:
 
 def test_the_kept_record_holds() -> None:
     """The record that the page on FP8 rests on."""
-    kept = RESULTS / "2026-11-29-fp8-losses-h200-1x.jsonl"
-    assert judge({line["run"]: line for line in read_record(kept)}) == []
+    assert judge({line["run"]: line for line in read_record(KEPT)}) == []
 
 
 def test_first_losses_are_those_of_one_precision() -> None:
@@ -195,6 +197,23 @@ def test_all_ways_are_trained_and_judged(
     assert not list(out.glob("*.turn"))
     assert fp8_losses.main(["--judge", str(kept)]) == status
     assert capsys.readouterr().out == printed
+
+
+def test_a_picture_shows_the_record_and_how_far_apart_its_runs_are(tmp_path: Path) -> None:
+    """The page's picture is drawn from the kept record; a record with something wrong has none."""
+    path, there = tmp_path / "losses", Path(fp8_losses.__file__).with_name("losses.svg")
+    assert fp8_losses.main(["--judge", str(KEPT), "--picture", str(path)]) == 0
+    texts = LABEL.findall(path.with_suffix(".svg").read_text())
+    assert texts == LABEL.findall(there.read_text())
+    assert set(COLORS) <= set(texts)
+    lines = [json.loads(line) for line in KEPT.read_text().splitlines()]
+    lines[0]["losses"] = [2 * loss for loss in lines[0]["losses"]]
+    other, wrong = tmp_path / "other", tmp_path / "wrong.jsonl"
+    wrong.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert fp8_losses.main(["--judge", str(wrong), "--picture", str(other)]) == 1
+    assert not other.with_suffix(".svg").exists()
+    losses = np.arange(1.0, 101.0)
+    assert np.allclose(means(losses), [np.mean(losses[i : i + MEAN_OF]) for i in range(51)])
 
 
 WAITS = """

@@ -14,5 +14,6 @@ with the same weights, those of one precision with about the same loss, and with
 Compared are the means of the last tenth of all losses. flashmoe with its experts in FP8 may differ
 from ``alltoall`` in FP8 by as much as the two runs of ``alltoall`` in bfloat16 do, or by 0.25 % if
 that is more. Prints tables, and writes ``fp8_losses.jsonl``, a line for each run; the exit status
-is 1 if a difference is larger, or if a run has failed. ``--judge`` judges such a file again.
+is 1 if a difference is larger, or if a run has failed. ``--judge`` judges such a file again, and
+``--picture`` beside it draws one that nothing is wrong with.
 """

@@ -35,10 +35,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--commit", help="what is measured, where the checkout has no git")
     parser.add_argument("--list", action="store_true", help="print the commands, run none")
     parser.add_argument("--judge", type=Path, metavar="RECORD", help="judge a record, run nothing")
+    parser.add_argument(
+        "--picture", type=Path, metavar="PATH", help="with --judge: draw PATH.png and PATH.svg"
+    )
     options = parser.parse_args(arguments)
+    if options.picture and not options.judge:
+        parser.error("--picture draws a record, wanted --judge RECORD beside it")
     if options.judge:
         records = {line["run"]: line for line in common.read_record(options.judge)}
-        return say(records)
+        status = say(records)
+        if options.picture and not status:
+            from tools.bench.fp8_losses.picture import draw  # needs matplotlib
+
+            print("wrote", *draw(records, options.picture))
+        return status
     script, text = options.megatron / "pretrain_gpt.py", options.out.resolve() / "text" / "text"
     if options.list:
         for run in RUNS:

@@ -36,7 +36,6 @@ def test_a_page_has_what_the_makers_make(page: Path) -> None:
     [
         "2026-11-25-league-h100-1x/others",
         "2026-11-26-league-h100-1x/sonicmoe",
-        "2026-11-29-league-h200-1x/sonicmoe",
     ],
 )
 def test_pages_of_other_libraries_are_those_of_their_records(name: str) -> None:

@@ -37,7 +37,8 @@ def _described(rows: list[dict[str, Any]]) -> str:
     widths = [row["sizes"]["intermediate"] for row in rows]
     least, most = min(widths), max(widths)
     width = f"{least} to {most}" if most > least else str(least)
-    return f"F {width}, {len(rows)} shapes"
+    shapes = {tuple(row["sizes"].values()) for row in rows}  # a shape may have two hosts' rows
+    return f"F {width}, {len(shapes)} shapes"
 
 
 def _ranges(rows: list[dict[str, Any]], ours: str, other: str) -> list[str]:

@@ -23,7 +23,7 @@ if [ ! -d csrc ] || [ "${#sources[@]}" -eq 0 ]; then
     echo "csrc has no sources" >&2
     exit 1
 fi
-# Without a cache mypy keeps one processor busy for more than a minute, so the others run beside it.
+# Without a cache mypy keeps one processor busy for more than a minute, so the others run concurrently.
 types=$(mktemp)
 PATH=$bin:$PATH mypy > "$types" 2>&1 &
 mypy=$!
@@ -34,8 +34,8 @@ check clang-format --dry-run -Werror "${sources[@]}"
 check codespell
 check python tools/check_layers.py
 check python tools/check_prose.py
-# No GPU is here to run these, but what they import and take as parameters is. What they call is known
-# to mypy.
+# No GPU is here to run these, but what they import and take as parameters is. mypy checks what they
+# call.
 check pytest --collect-only -qq tests/gpu tests/multi_gpu
 # Each file is in one of two processes, since its tests share fixtures; short files come last.
 check pytest --at-once --numprocesses 2 --dist loadfile --no-loadscope-reorder \

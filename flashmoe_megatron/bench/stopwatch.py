@@ -12,7 +12,7 @@ T = TypeVar("T")
 HAS_GPU = torch.cuda.is_available()
 """Asked before anything else may answer in torch's place."""
 SETTLE_MS = 300.0
-"""Milliseconds of the same work that settle a GPU's clock; 100 may be too few."""
+"""Milliseconds of the same work that settle a GPU's clock; on H200s 100 were too few."""
 
 
 def device_here() -> torch.device:

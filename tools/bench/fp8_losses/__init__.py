@@ -15,5 +15,5 @@ Compared are the means of the last tenth of all losses. flashmoe with its expert
 from ``alltoall`` in FP8 by as much as the two runs of ``alltoall`` in bfloat16 do, or by 0.25 % if
 that is more. Prints tables, and writes ``fp8_losses.jsonl``, a line for each run; the exit status
 is 1 if a difference is larger, or if a run has failed. ``--judge`` judges such a file again, and
-``--picture`` beside it draws one that nothing is wrong with.
+``--picture`` with it draws the file if nothing is wrong.
 """

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.picture and not options.judge:
-        parser.error("--picture draws a record, wanted --judge RECORD beside it")
+        parser.error("--picture draws a record, wanted --judge RECORD with it")
     if options.judge:
         records = {line["run"]: line for line in common.read_record(options.judge)}
         status = say(records)

@@ -17,7 +17,7 @@ COLORS = {
 }
 """Each run's, in the order of the legend."""
 MEAN_OF = 50
-"""Iterations of which the lower part has the mean: as many as the judged tenth of 500."""
+"""Iterations that a mean in the lower part covers. The judged tenth of 500 has as many."""
 
 
 def draw(records: Records, path: Path) -> list[Path]:
@@ -53,6 +53,6 @@ def draw(records: Records, path: Path) -> list[Path]:
 
 
 def means(losses: np.ndarray) -> np.ndarray:
-    """The mean of each iteration's loss and those before it, of :data:`MEAN_OF` where there are."""
+    """Returns the mean of each :data:`MEAN_OF` losses in a row, or of all if there are fewer."""
     count = min(MEAN_OF, len(losses))
     return np.convolve(losses, np.ones(count) / count, mode="valid")

@@ -58,10 +58,18 @@ def turn_ms(call: Callable[[], object], times: int, settle_ms: float = 0.0) -> f
     return between_ms(begin, end) / times
 
 
-def in_turns(takers: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """Calls all takers alternately and returns their results, so that all have the same clocks."""
+def in_turns(
+    takers: dict[str, Callable[[], T]], turns: int, settle_ms: float = 0.0
+) -> dict[str, list[T]]:
+    """Calls all takers alternately and returns their results, so that all have the same clocks.
+
+    Args:
+        takers: Take one result each.
+        turns: Results of each. Two more turns before them warm up, unless turns settle.
+        settle_ms: How long each turn settles by itself.
+    """
     taken: dict[str, list[T]] = {name: [] for name in takers}
-    for turn in range(-2, turns):  # the first ones warm up
+    for turn in range(0 if settle_ms else -2, turns):
         for name, take in takers.items():
             found = take()
             if turn >= 0:

@@ -182,7 +182,7 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
                 graphed = f"{name} from a graph"
                 found.setdefault(graphed, {key: found[name][key] for key in EXAMINED})
                 takers[graphed] = partial(turn_ms, replayed(call), launches, options.settle_ms)
-        for name, times in in_turns(takers, options.turns).items():
+        for name, times in in_turns(takers, options.turns, options.settle_ms).items():
             found[name][passes] = [round(time_ms, 4) for time_ms in times]
     return found
 
@@ -204,7 +204,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--graphed", nargs="+", default=[], choices=PEERS,
         help="peers that are replayed from CUDA graphs, too, without their host")  # fmt: skip
     add("--tokens", type=count, help="instead of each shape's own")
-    add("--turns", type=count, default=7, help="of each layer, after two that warm up")
+    add("--turns", type=count, default=7, help="of each layer; two more warm up if none settles")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
     add_settling(parser)
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")

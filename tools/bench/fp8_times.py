@@ -98,7 +98,7 @@ def run(
     for name, shape in shapes.items():
         problem = make_problem(shape)
         make_uneven_(problem)
-        times = in_turns(takers_of(name, problem), options.turns)
+        times = in_turns(takers_of(name, problem), options.turns, options.settle_ms)
         plain = statistics.median(times["bf16"])
         medians = [
             f"{kind} {statistics.median(of):.3f} ({min(of):.3f} to {max(of):.3f}), "

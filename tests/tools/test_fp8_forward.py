@@ -1,6 +1,5 @@
 """The times of layers in FP8."""
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_megatron.bench import stopwatch
-from flashmoe_megatron.bench.problem import make_problem
+from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.blockwise import SQUARE, Blocks, dequantize
 from flashmoe_megatron.separate import precision
@@ -21,7 +20,7 @@ from tools.bench import common, fp8_both, fp8_forward, fp8_times
 
 on_a_processor = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
 SMALL = ["--shapes", "32x256x256x4x2", "--gated", "--one-of", "1", "--turns", "1"]
-SMALL += ["--times", "1", "--settle-ms", "0.5"]
+BRIEF = ["--times", "1", "--settle-ms", "0.5"]
 
 
 @on_a_processor
@@ -36,7 +35,7 @@ def test_without_a_gpu_nothing_is_measured(
 def time_here(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[dict[str, Any]]:
     """Times both directions on the processor, and returns what has been recorded."""
     monkeypatch.setattr(common, "has_gpu", lambda: True)
-    assert fp8_both.main([*SMALL, "--out", str(out)]) == 0
+    assert fp8_both.main([*SMALL, *BRIEF, "--out", str(out)]) == 0
     return common.read_record(out)
 
 
@@ -98,19 +97,22 @@ def test_a_turn_of_forwards_settles_with_the_weights_that_it_is_timed_with() -> 
         fp8_forward.turn_ms(Launches("rows"), problem, 2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tool", [fp8_forward, fp8_both], ids=lambda tool: tool.__name__)
+@on_a_processor
+@pytest.mark.parametrize(("tool", "times"), [(fp8_forward, 10), (fp8_both, 6)])
 def test_turns_settle_as_long_as_the_clock_takes(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch
+    tool: ModuleType, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[float] = []
+    found: list[tuple[int, float]] = []
 
-    def run(name: str, options: argparse.Namespace, takers_of: Any) -> int:
-        found.extend([options.settle_ms, takers_of.args[1]])
-        return 0
+    def takers_of(name: str, problem: Problem, *of_turn: Any) -> fp8_times.Takers:
+        found.append(of_turn)  # type: ignore[arg-type]
+        return {"bf16": lambda: 1.0}
 
-    monkeypatch.setattr(fp8_times, "run", run)
-    assert tool.main([]) == 0
-    assert found == [stopwatch.SETTLE_MS] * 2
+    monkeypatch.setattr(common, "has_gpu", lambda: True)
+    monkeypatch.setattr(tool, "takers_of", takers_of)
+    assert tool.main(SMALL) == 0
+    assert tool.main([*SMALL, *BRIEF]) == 0
+    assert found == [(times, stopwatch.SETTLE_MS), (1, 0.5)]
 
 
 def of_the_next_block(blocks: Blocks, dtype: torch.dtype) -> torch.Tensor:

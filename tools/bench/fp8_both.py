@@ -20,7 +20,6 @@ from typing import get_args
 
 import torch
 
-from examples.arguments import count
 from flashmoe_megatron.bench import stopwatch
 from flashmoe_megatron.bench.correctness import LayerResults
 from flashmoe_megatron.bench.problem import Problem
@@ -29,7 +28,6 @@ from flashmoe_megatron.config import Experts, MoEConfig
 from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.select import Kind, select_backend
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
-from tools.arguments import parse_with_shapes
 from tools.bench import common, fp8_times
 from tools.bench.fp8_times import Takers, pass_own_gate
 
@@ -98,7 +96,7 @@ def _kinds(problem: Problem) -> tuple[tuple[torch.Tensor, ...], ...]:
     return problem.weights.fc1, problem.weights.fc2
 
 
-def takers_of(times: int, settle_ms: float, name: str, problem: Problem) -> Takers:
+def takers_of(name: str, problem: Problem, times: int, settle_ms: float) -> Takers:
     """Makes the kinds of a problem, which have passed the gate."""
     sums = [
         [WeightGrad(torch.zeros_like(one, dtype=torch.float32), True) for one in kind]
@@ -118,11 +116,7 @@ def takers_of(times: int, settle_ms: float, name: str, problem: Problem) -> Take
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; the status is 2 without a GPU."""
-    parser = fp8_times.parser(__doc__)
-    parser.add_argument("--times", type=count, default=6, help="both directions in a turn")
-    options = parse_with_shapes(parser, arguments)
-    of_turns = options.times, options.settle_ms
-    return fp8_times.run("fp8_both", options, partial(takers_of, *of_turns))
+    return fp8_times.run("fp8_both", fp8_times.parse(arguments, __doc__, times=6), takers_of)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,11 @@ from functools import partial
 
 import torch
 
-from examples.arguments import count
 from flashmoe_megatron.bench import stopwatch
 from flashmoe_megatron.bench.correctness import LayerResults
 from flashmoe_megatron.bench.problem import Problem
 from flashmoe_megatron.config import MAX_RANKS, MoEConfig
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import parse_with_shapes
 from tools.bench import fp8_times
 from tools.bench.fp8_times import Takers, pass_own_gate
 
@@ -216,7 +214,7 @@ def turn_ms(
     return taken
 
 
-def takers_of(launches: int, settle_ms: float, name: str, problem: Problem) -> Takers:
+def takers_of(name: str, problem: Problem, times: int, settle_ms: float) -> Takers:
     """Makes the forwards of a problem, which have passed the gate."""
     ranks = {precision: lone_rank(problem, precision) for precision in ("bf16", "fp8")}
     takers: Takers = {}
@@ -228,18 +226,14 @@ def takers_of(launches: int, settle_ms: float, name: str, problem: Problem) -> T
         out = LayerResults(rank.out)
         pass_own_gate(f"{name}, {kind}", problem, out, in_fp8=rank.config.in_fp8)
         takers[kind] = partial(
-            turn_ms, rank, problem, launches, settle_ms, copies_are_current=is_current
+            turn_ms, rank, problem, times, settle_ms, copies_are_current=is_current
         )
     return takers
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; the status is 2 without a GPU."""
-    parser = fp8_times.parser(__doc__)
-    parser.add_argument("--launches", type=count, default=10, help="of a turn")
-    options = parse_with_shapes(parser, arguments)
-    of_turns = options.launches, options.settle_ms
-    return fp8_times.run("fp8_forward", options, partial(takers_of, *of_turns))
+    return fp8_times.run("fp8_forward", fp8_times.parse(arguments, __doc__, times=10), takers_of)
 
 
 if __name__ == "__main__":

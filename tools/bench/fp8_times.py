@@ -2,16 +2,17 @@
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from examples.arguments import count
 from flashmoe_megatron.bench.correctness import GATE, LayerResults, relative_errors
 from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns
 from flashmoe_megatron.config import FP8_GRANULE
-from tools.arguments import add_settling, add_shapes, add_turns, parser_of
+from tools.arguments import add_settling, add_shapes, add_turns, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -24,20 +25,21 @@ Takers = dict[str, Callable[[], float]]
 """What takes milliseconds, by name; the first is ``"bf16"``, which others are compared with."""
 
 
-def parser(text: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with shapes, turns that settle and a record.
-
-    :func:`~tools.arguments.parse_with_shapes` is to read them.
+def parse(arguments: Sequence[str], text: str | None, times: int) -> argparse.Namespace:
+    """Reads shapes, turns that settle and a record of a command line.
 
     Args:
+        arguments: The command line.
         text: The docstring of the tool.
+        times: Calls of a turn that are timed, unless the command line says it.
     """
-    made = parser_of(text)
-    add_shapes(made, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
-    add_turns(made, 7, each="kind")
-    add_settling(made)
-    common.add_record_flags(made, a_line="shape")
-    return made
+    parser = parser_of(text)
+    add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
+    add_turns(parser, 7, each="kind")
+    parser.add_argument("--times", type=count, default=times, help="calls that a turn times")
+    add_settling(parser)
+    common.add_record_flags(parser, a_line="shape")
+    return parse_with_shapes(parser, arguments)
 
 
 def pass_own_gate(name: str, problem: Problem, got: LayerResults, *, in_fp8: bool) -> None:
@@ -77,15 +79,17 @@ def make_uneven_(problem: Problem) -> None:
 
 
 def run(
-    measurement: str, options: argparse.Namespace, takers_of: Callable[[str, Problem], Takers]
+    measurement: str,
+    options: argparse.Namespace,
+    takers_of: Callable[[str, Problem, int, float], Takers],
 ) -> int:
     """Times kinds of each shape in turns, logs and records them.
 
     Args:
         measurement: Its name in the record.
-        options: From :func:`parser`.
-        takers_of: Makes what takes the times for the problem of a shape, given its name; it is to
-            pass the gate first.
+        options: From :func:`parse`.
+        takers_of: Makes what takes the times for the problem of a shape, given its name, the calls
+            that a turn times and the milliseconds that it settles; it is to pass the gate first.
 
     Returns:
         The status of the program; 2 without a GPU.
@@ -98,7 +102,8 @@ def run(
     for name, shape in shapes.items():
         problem = make_problem(shape)
         make_uneven_(problem)
-        times = in_turns(takers_of(name, problem), options.turns, options.settle_ms)
+        takers = takers_of(name, problem, options.times, options.settle_ms)
+        times = in_turns(takers, options.turns, options.settle_ms)
         plain = statistics.median(times["bf16"])
         medians = [
             f"{kind} {statistics.median(of):.3f} ({min(of):.3f} to {max(of):.3f}), "
@@ -107,6 +112,6 @@ def run(
         ]
         log(f"{name}, ms: {'; '.join(medians)}")
         record.write(measurement=measurement, shape=name, milliseconds=times)
-        del problem
+        del problem, takers
         torch.cuda.empty_cache()
     return 0

@@ -1129,8 +1129,8 @@ MUTATIONS = (
     Mutation(
         "tables of weights that move pile up",
         "_remember",
-        "if len(tables) >= MOST_LAYERS: self._memory.captured.keep(*tables.values()) "
-        "tables.clear()",
+        "if len(tables) >= MOST_LAYERS: if tables is self._of_weights: "
+        "self._memory.captured.keep(*tables.values()) tables.clear()",
         "pass",
         "tests/unit/test_stacks.py::test_tables_of_weights_that_move_do_not_pile_up",
     ),
@@ -1283,10 +1283,19 @@ MUTATIONS = (
     ),
     Mutation(
         "graphs hold the tables of buffers that move",
-        "of_grads",
-        "if stays or not self._memory.captured.has_heap",
+        "_remember",
+        "if tables is self._of_weights",
         "if True",
-        "tests/unit/test_tables.py::test_graphs_do_not_hold_the_tables_of_buffers_that_move",
+        "tests/unit/test_tables.py"
+        "::test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone",
+    ),
+    Mutation(
+        "a graph reads a table of gradients that has been forgotten",
+        "of_grads",
+        "elif torch.cuda.is_current_stream_capturing()",
+        "elif False",
+        "tests/unit/test_tables.py"
+        "::test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone",
     ),
     Mutation(
         "threads pack their structs into the same memory",

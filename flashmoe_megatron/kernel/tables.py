@@ -192,9 +192,9 @@ class AddressTables:
                 host.data_ptr(),
             )
             table = self._upload(host)
-            # Graphs may hold every table that was there, and of buffers that move there are many.
-            if stays or not self._memory.captured.has_heap:
-                self._remember(self._of_grads, key, table)
+            self._remember(self._of_grads, key, table)
+        elif torch.cuda.is_current_stream_capturing():
+            self._memory.captured.keep(table)  # which may be forgotten before the graph is
         return table
 
     def _with_spare(
@@ -299,6 +299,7 @@ class AddressTables:
         if torch.cuda.is_current_stream_capturing():
             return  # what it holds is there once a graph is replayed, for that graph
         if len(tables) >= MOST_LAYERS:
-            self._memory.captured.keep(*tables.values())
+            if tables is self._of_weights:  # of gradients' tables a capture keeps what it finds
+                self._memory.captured.keep(*tables.values())
             tables.clear()
         tables[key] = table

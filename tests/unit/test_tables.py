@@ -92,7 +92,7 @@ class GradTables:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
         self.config = cases.make_config()
-        self.captured = types.SimpleNamespace(has_heap=False, keep=lambda *_: None)
+        self.captured = types.SimpleNamespace(keep=lambda *_: None)
         memory = types.SimpleNamespace(captured=self.captured)
         self._tables = tables.AddressTables(self.config, memory, torch.device("cpu"))
         self._problem = native.problem_of(self.config)
@@ -140,14 +140,22 @@ def test_gradients_of_another_size_at_known_addresses_are_refused(monkeypatch, a
             cache.of(*fc1, *fc2[:-1], fc2[-1, :1])
 
 
-def test_graphs_do_not_hold_the_tables_of_buffers_that_move(monkeypatch):
-    cache = GradTables(monkeypatch)
-    cache.captured.has_heap = True
-    fc1, fc2 = cache.stacks()
-    for accumulate in (False, True):
-        for _ in range(2):
-            cache.of(fc1, fc2, accumulate=accumulate)
-    assert cache.made == 3
+def test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone(monkeypatch):
+    """Those of buffers that move are many, and forgotten; graphs or none, they are found again."""
+    cache, kept = GradTables(monkeypatch), []
+    cache.captured.keep = kept.append
+    monkeypatch.setattr(tables, "MOST_LAYERS", 2)
+    buffers = [cache.stacks() for _ in range(4)]
+    made = [cache.of(*each) for each in buffers]
+    assert cache.of(*buffers[3]) is made[3]
+    assert (cache.made, kept) == (4, [])
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert cache.of(*buffers[3]) is made[3]
+        cache.of(*buffers[0])  # what is made now is the graph's, which keeps it, too
+    assert [id(one) for one in kept] == [id(made[3])]
+    cache.of(*buffers[0])
+    assert cache.made == 6
 
 
 @pytest.mark.parametrize("experts", ["bf16", "fp8", "fp8_dgrad"])

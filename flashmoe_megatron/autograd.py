@@ -68,6 +68,11 @@ class Gradients(NamedTuple):
     after_backward: AfterBackward | None = None
     main_grads: MainGrads | None = None
 
+    @property
+    def may_add(self) -> bool:
+        """Tells whether some may be added to a ``main_grad``, as far as a pass accumulates them."""
+        return self.accumulate_into_main_grad or self.main_grads is not None
+
 
 ORDINARY, FUSED = Gradients(), Gradients(accumulate_into_main_grad=True)
 
@@ -221,7 +226,7 @@ def apply(
 def _node(
     call: LayerCall, x: torch.Tensor, probs: torch.Tensor, parameters: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    anchors = () if call.gradients.main_grads is None else (_anchor().leaf,)
+    anchors = (_anchor().leaf,) if call.gradients.may_add else ()
     # Function.apply would look at every parameter for a wrapper that stays when a transform of
     # torch.func ends: 11 us for 128 of them. No layer runs within a transform.
     return _apply_node(call, unwrap_if_dead(x), unwrap_if_dead(probs), *parameters, *anchors)
@@ -392,7 +397,7 @@ class _RoutedExperts(torch.autograd.Function):
         if after_backward is not None and (main_grads is None or main_grads.is_due()):
             after_backward(destinations.fc2_in_main_grad())
         # Autograd drops the gradients of inputs that need none.
-        anchors = () if main_grads is None else (None,)
+        anchors = (None,) if gradients.may_add else ()
         return None, grad_x, grad_probs, *destinations.grads(), *anchors
 
 
@@ -589,24 +594,31 @@ def _destinations_of(
         if gradients.accumulate_into_main_grad:
             # The fusion is of weights, which come before biases.
             num_fused = len(owners.fc1) + len(owners.fc2)
-            nodes = map(itemgetter(0), ctx.next_functions[-num_weights:][:num_fused])
-            adds[:num_fused] = _accumulate(list(nodes))
+            adds[:num_fused] = (
+                itertools.repeat(True, num_fused)
+                if _is_whole_pass()
+                else map(accumulates, _nodes_of(ctx, num_weights)[:num_fused])
+            )
         return _Destinations(owners, _targets(owners, adds, wanted))
-    # No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
-    if accumulates(_anchor().accumulator):
-        chosen = main_grads.begin(None)
-    else:
-        chosen = main_grads.begin([node for node, _ in ctx.next_functions[-num_weights - 1 : -1]])
+    chosen = main_grads.begin(None if _is_whole_pass() else _nodes_of(ctx, num_weights))
     adds = [True] * num_weights if chosen is None else chosen
     return _Destinations(owners, _targets(owners, adds, wanted), main_grads)
 
 
-def _accumulate(nodes: Sequence[Any]) -> list[bool]:
-    """Tells of each node what :func:`accumulates` does."""
-    try:
-        return list(map(torch._C._will_engine_execute_node, nodes))  # mostly it knows all
-    except (RuntimeError, TypeError):
-        return list(map(accumulates, nodes))
+def _is_whole_pass() -> bool:
+    """Returns whether this backward pass runs all accumulators.
+
+    No caller can ask for the anchor's gradient, so a pass that runs its accumulator runs all.
+    """
+    return accumulates(_anchor().accumulator)
+
+
+def _nodes_of(ctx: Any, num_weights: int) -> list[Any]:
+    """Returns the nodes that get the weights' gradients, ``None`` for frozen ones.
+
+    The anchor's, which comes last, is not among them. Autograd makes an object for each node.
+    """
+    return [node for node, _ in ctx.next_functions[-num_weights - 1 : -1]]
 
 
 def accumulates(node: Any) -> bool:

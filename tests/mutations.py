@@ -1313,10 +1313,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a pass for some parameters counts as one for all",
-        "_destinations_of",
+        "_is_whole_pass",
         "accumulates(_anchor().accumulator)",
         "True",
-        "tests/megatron/test_ddp_hooks.py::test_only_those_that_are_asked_for_get_a_gradient",
+        "tests/unit/test_autograd.py::test_main_grad_is_for_what_a_backward_accumulates",
     ),
     Mutation(
         "layers with the same experts each have DDP hear of them",

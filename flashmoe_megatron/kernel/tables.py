@@ -299,7 +299,7 @@ class AddressTables:
         if torch.cuda.is_current_stream_capturing():
             return  # what it holds is there once a graph is replayed, for that graph
         if len(tables) >= MOST_LAYERS:
-            if tables is self._of_weights:  # of gradients' tables a capture keeps what it finds
+            if tables is self._of_weights:  # a capture keeps gradients' tables itself
                 self._memory.captured.keep(*tables.values())
             tables.clear()
         tables[key] = table

@@ -272,7 +272,9 @@ def test_main_grad_of_a_frozen_weight_is_left_alone():
         )
 
 
-@pytest.mark.parametrize("asks_for", ["tokens", "a weight", "one weight's accumulation"])
+@pytest.mark.parametrize(
+    "asks_for", ["tokens", "tokens' accumulation", "a weight", "one weight's accumulation"]
+)
 def test_main_grad_is_for_what_a_backward_accumulates(asks_for: str):
     layer = Layer()
     want_x, _, want, *_ = layer.grads()
@@ -284,6 +286,10 @@ def test_main_grad_is_for_what_a_backward_accumulates(asks_for: str):
     if asks_for == "one weight's accumulation":
         out.backward(layer.grad_out, inputs=[asked])
         assert torch.equal(asked.main_grad, want)
+    elif asks_for == "tokens' accumulation":
+        out.backward(layer.grad_out, inputs=[layer.x])
+        assert torch.equal(layer.x.grad, want_x)
+        others.append(asked)
     else:
         source, wanted = (layer.x, want_x) if asks_for == "tokens" else (asked, want)
         (found,) = torch.autograd.grad(out, source, layer.grad_out)

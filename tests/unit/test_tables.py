@@ -141,7 +141,7 @@ def test_gradients_of_another_size_at_known_addresses_are_refused(monkeypatch, a
 
 
 def test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone(monkeypatch):
-    """Those of buffers that move are many, and forgotten; graphs or none, they are found again."""
+    """Buffers that move have many tables; graphs or none, these are found again, or forgotten."""
     cache, kept = GradTables(monkeypatch), []
     cache.captured.keep = kept.append
     monkeypatch.setattr(tables, "MOST_LAYERS", 2)

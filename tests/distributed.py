@@ -127,6 +127,8 @@ class RankPool:
 
     def _start(self) -> None:
         store = Path(tempfile.mkdtemp(prefix="flashmoe-ranks-")) / "store"
+        for server in self._servers[: self.num_ranks]:
+            server.start()
         for rank in range(self.num_ranks):
             server = self._servers[rank % len(self._servers)]
             process, pipe = server.fork(_serve, rank, self.num_ranks, str(store))

@@ -53,6 +53,7 @@ class ForkServer:
         self._modules = modules
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_imported = False
 
     def fork(self, target: Callable[..., None], *args: Any) -> tuple[Forked, Connection]:
         """Calls ``target(pipe, *args)`` in a new process.
@@ -66,9 +67,11 @@ class ForkServer:
         Returns:
             The process, and the other end of its pipe.
         """
-        if self._socket is None:
-            self._start()
+        self.start()
         assert self._socket is not None
+        if not self._has_imported:
+            self._answer()
+            self._has_imported = True
         ours, theirs = Pipe()
         with theirs:
             socket.send_fds(self._socket, [FORK], [theirs.fileno(), 1, 2])
@@ -83,7 +86,11 @@ class ForkServer:
             self._process.wait()
         self._socket = self._process = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begins the imports, unless it has; servers that are started together import at once."""
+        if self._socket is not None:
+            return
+        self._has_imported = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, __file__, str(theirs.fileno()), json.dumps(sys.path)]
         with theirs:
@@ -93,7 +100,6 @@ class ForkServer:
                 # Threads would be lost in a fork. Each server has an order of sets of its own.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "random"},
             )
-        self._answer()  # once all is imported
 
     def _ask(self, question: bytes) -> int:
         assert self._socket is not None, "the server is gone"

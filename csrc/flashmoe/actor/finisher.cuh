@@ -54,8 +54,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
-        const auto finish = [&](auto finish_rows) {
-            GiveBack give_back;
+        const auto finish = [&](auto finish_rows, auto give_back) {
 #pragma unroll 1
             for (int warp = 0; warp < kProcessorWarps; ++warp) {
                 const WarpRoom room(handover, processor, warp);
@@ -64,13 +63,15 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                 const int64_t begin = Trace::now();
                 const OutputsView outputs(room.outputs);
                 finish_rows(WarpRows{first_row + warp * kWarpRows, warp, outputs, facts});
-                give_back.follow(room.empty);
+                give_back(room.empty);
                 args.watchdog.trace.add(event_of(Span::kEpilogue0, tile.gemm), tile.m, begin);
             }
-            give_back.finish();
         };
-        if (tile.gemm == 0) {
-            finish(typename Pass::FinishGemm0(args, tile, first_row));
+        if (tile.gemm == 0) {  // whose rows no copy reads
+            finish(typename Pass::FinishGemm0(args, tile, first_row), [](Barrier& empty) {
+                ptx::delay_point_of_warp();
+                empty.arrive();
+            });
         } else {
             // A tile takes its processor longer than its finisher, so there is time to combine. But
             // a finisher that combines may be late for the outputs: it does not before GEMM0's,
@@ -82,7 +83,10 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                            args, combine, chunk, true) == Progress::kSome) {
                 }
             }
-            finish([&](const WarpRows& rows) { store_results(args, tile, rows); });
+            GiveBack give_back;
+            finish([&](const WarpRows& rows) { store_results(args, tile, rows); },
+                   [&](Barrier& empty) { give_back.follow(empty); });
+            give_back.finish();
         }
         handover_cursor.advance();
         protocol::complete_copies<Atomics>();

@@ -21,6 +21,12 @@ class Chunks {
     __device__ __forceinline__ uint4& operator[](int row) const {
         return *reinterpret_cast<uint4*>(first_ + row * row_bytes_);
     }
+    // The chunks that lie some columns further in the same rows.
+    __device__ __forceinline__ Chunks after(int columns) const {
+        Chunks further = *this;
+        further.first_ += columns * kElementBytes;
+        return further;
+    }
 
  private:
     char* first_;
@@ -108,24 +114,31 @@ class ActivateRows {
     __device__ __forceinline__ ActivateRows(const LayerArgs& args, const TileInfo& tile, int)
         : args_(args), tile_n_(tile.n) {}
     __device__ __forceinline__ void operator()(const WarpRows& rows) const {
-        with_activation(args_.activation, [&](auto activation) { finish<activation()>(rows); });
+        with_activation(args_.activation, [&](auto activation) {
+            if (kGated and args_.shape.glu.is_paired) return finish<activation(), true>(rows);
+            finish<activation(), false>(rows);
+        });
     }
 
  private:
-    template <Activation kAct>
+    template <Activation kAct, bool kIsPaired>
     __device__ __forceinline__ void finish(const WarpRows& rows) const {
         constexpr int kChunks = kGated ? kRowChunks / 2 : kRowChunks, kRowsAtOnce = 32 / kChunks;
         constexpr int kBatch = kIsFp8 ? 2 : 4;  // chunks of a lane whose arithmetic overlaps
+        constexpr int kUps = kGated ? kBatch : 1, kRows = kBatch * kRowsAtOnce;
         const int lane = threadIdx.x % 32, chunk = lane % kChunks;
         const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
         const int column = (tile_n_ * kChunks + chunk) * 8;
         const bool is_inside = column < intermediate;
+        const bool leaves_preacts = is_inside and args_.preact != nullptr;
         const GluRows& glu = args_.shape.glu;
+        const SwishTerms& terms = args_.swish;
         const int gate_chunk = glu.gate(chunk * 8) / 8, up_chunk = gate_chunk + glu.tile_to_up / 8;
 #pragma unroll 1
-        for (int first = lane / kChunks; first < kWarpRows; first += kBatch * kRowsAtOnce) {
-            uint4 gate[kBatch], up[kBatch];
-            float prob[kBatch];
+        for (int from = 0; from < kWarpRows; from += kRows) {
+            const int first = from + lane / kChunks;
+            uint4 gate[kBatch], up[kUps];
+            float prob[kBatch], z[kBatch][8], exponential[kBatch][8], reciprocal[kBatch][8];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const int row = first + i * kRowsAtOnce;
@@ -134,34 +147,52 @@ class ActivateRows {
                 prob[i] = rows.facts.prob(rows.warp, row);
             }
             const int64_t first_row = rows.first + first;
-            if (is_inside and args_.preact != nullptr) {
+            if (not kIsFp8 or leaves_preacts) {  // in FP8 no register is left to keep addresses
                 const int at = kGated ? glu.gate(column) : column;
                 const Chunks gates(args_.preact, first_row, fc1_rows, at);
-                const Chunks ups(args_.preact, first_row, fc1_rows, at + glu.to_up);
+                const Chunks ups = gates.after(glu.to_up);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    gates[i * kRowsAtOnce] = gate[i];
-                    if constexpr (kGated) ups[i * kRowsAtOnce] = up[i];
+                    ptx::store_if(leaves_preacts, gates[i * kRowsAtOnce], gate[i]);
+                    if constexpr (kGated)
+                        ptx::store_if(leaves_preacts, ups[i * kRowsAtOnce], up[i]);
                 }
-            }
-            if (kGated and glu.is_paired) {
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) unpair(gate[i], up[i]);
             }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                float z[8], u[8];
-                unpack8<T>(gate[i], z);
+                if constexpr (kIsPaired) unpair(gate[i], up[i]);
+                unpack8<T>(gate[i], z[i]);
+            }
+            const auto activated_at = [&](int i, int c) {
+                return kGated ? activated_gate<kAct>(z[i][c], terms) : z[i][c];
+            };
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    exponential[i][c] = exponential_of<kAct>(activated_at(i, c), terms);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    reciprocal[i][c] = reciprocal_of<kAct>(activated_at(i, c), exponential[i][c]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                float u[8];
                 if constexpr (kGated) unpack8<T>(up[i], u);
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    if constexpr (kGated) {
-                        z[c] = activate_glu<kAct>(z[c], u[c], args_.swish).value * prob[i];
-                    } else {
-                        z[c] = activate<kAct>(z[c], args_.swish).value * prob[i];
-                    }
+                    const Activated f = activated<kAct>(activated_at(i, c), exponential[i][c],
+                                                        reciprocal[i][c], terms);
+                    float value = f.value;
+                    if constexpr (kGated) value = glu_of<kAct>(f, z[i][c], u[c], terms).value;
+                    z[i][c] = value * prob[i];
                 }
-                gate[i] = pack8<T>(z);
+                gate[i] = pack8<T>(z[i]);
             }
             if constexpr (kIsFp8) {
                 char* act = args_.act + first_row * operand_row_bytes(intermediate);
@@ -172,10 +203,12 @@ class ActivateRows {
                               scales + column / kScaleBlock);
                     act += kRowsAtOnce * operand_row_bytes(intermediate);
                 }
-            } else if (is_inside) {
+            } else {
                 const Chunks acts(args_.act, first_row, intermediate, column);
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) acts[i * kRowsAtOnce] = gate[i];
+                for (int i = 0; i < kBatch; ++i) {
+                    ptx::store_if(is_inside, acts[i * kRowsAtOnce], gate[i]);
+                }
             }
         }
     }
@@ -201,121 +234,149 @@ __device__ __forceinline__ float sum_four(const float (&values)[4]) {
     return sum;
 }
 
-// A lane's chunks of four rows of pre-activations.
+// Where a lane has its chunks of fc1's outputs, or of their gradients, in a row and those after it.
 template <bool kGated>
-struct Preacts {
-    static constexpr int kRows = 4;
-    uint4 gate[kRows] = {};
-    uint4 up[kGated ? kRows : 1] = {};
+struct PreactChunks {
+    Chunks gates, ups;
 
-    __device__ __forceinline__ void load(const LayerArgs& args, int64_t first, int column) {
-        const int fc1_rows = args.shape.fc1_rows();
-        if (column >= args.shape.intermediate) return;
-        const GluRows& glu = args.shape.glu;
-        const int at = kGated ? glu.gate(column) : column;
-        const Chunks gates(args.preact, first, fc1_rows, at);
-        const Chunks ups(args.preact, first, fc1_rows, at + glu.to_up);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            gate[i] = gates[i];
-            if constexpr (kGated) up[i] = ups[i];
-        }
-    }
+    __device__ __forceinline__
+    PreactChunks(const LayerArgs& args, char* rows, int64_t first, int column)
+        : gates(rows, first, args.shape.fc1_rows(), kGated ? args.shape.glu.gate(column) : column),
+          ups(gates.after(args.shape.glu.to_up)) {}
 };
 
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
 // of the probabilities' gradient, <G, act>; there is no division by the probability anywhere. A
 // processor's warps follow one another, and pre-activations are loaded four rows ahead across them,
 // the first before there are outputs. With kIsRounded fc2's input is what it stands for in FP8.
+//
+// A row's exponentials are begun one after another, and then its reciprocals, which ptxas would
+// otherwise have the warp wait for two or three at a time. Lanes past the last column do as the
+// last one does, and store nothing, so that rows need no branch and registers no zeros.
 template <class T, bool kGated, bool kIsRounded = false>
 class DifferentiateRows {
  public:
     __device__ __forceinline__ DifferentiateRows(const LayerArgs& args,
                                                  const TileInfo& tile,
                                                  int first_row)
-        : args_(args),
-          tile_n_(tile.n),
-          column_((tile.n * kRowChunks + int(threadIdx.x % 32)) * 8),
-          end_(first_row + kProcessorWarps * kWarpRows) {
-        preacts_.load(args, first_row, column_);
+        : args_(args), tile_n_(tile.n) {
+        load(first_row, preacts_[0]);
+        load(first_row + kPair, preacts_[1]);
     }
     __device__ __forceinline__ void operator()(const WarpRows& rows) {
-        with_activation(args_.activation, [&](auto activation) { finish<activation()>(rows); });
+        with_activation(args_.activation, [&](auto activation) {
+            if (kGated and args_.shape.glu.is_paired) return finish<activation(), true>(rows);
+            finish<activation(), false>(rows);
+        });
     }
 
  private:
-    template <Activation kAct>
-    __device__ __forceinline__ void finish(const WarpRows& rows) {
-        constexpr int kBatch = Preacts<kGated>::kRows;
-        const int lane = threadIdx.x % 32;
-        const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
-        const bool is_inside = column_ < intermediate;
-#pragma unroll 1
-        for (int first = 0; first < kWarpRows; first += kBatch) {
-            const int first_of_next = rows.first + first + kBatch;
-            Preacts<kGated> next;
-            if (first_of_next < end_) next.load(args_, first_of_next, column_);
-            const int64_t first_row = rows.first + first;
-            const Chunks acts(args_.act, first_row, intermediate, column_);
-            const GluRows& glu = args_.shape.glu;
-            const int at = kGated ? glu.gate(column_) : column_;
-            const Chunks gates(args_.dpre, first_row, fc1_rows, at);
-            const Chunks ups(args_.dpre, first_row, fc1_rows, at + glu.to_up);
-            float dprobs[kBatch] = {};
+    static constexpr int kPair = 2, kRows = 2 * kPair;  // loaded at once, and summed at once
+    struct Preacts {
+        uint4 gate[kPair];
+        uint4 up[kGated ? kPair : 1];
+    };
+
+    __device__ __forceinline__ int column() const {
+        return (tile_n_ * kRowChunks + int(threadIdx.x % 32)) * 8;
+    }
+    __device__ __forceinline__ void load(int row, Preacts& preacts) const {
+        const PreactChunks<kGated> from(args_, args_.preact, row,
+                                        min(column(), args_.shape.intermediate - 8));
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int row = first + i;
-                const float prob = rows.facts.prob(rows.warp, row);
-                if (not is_inside) continue;
-                float g[8], z[8], u[8], act[8];
-                unpack8<T>(rows.outputs.chunk(row, lane), g);
+        for (int i = 0; i < kPair; ++i) {
+            preacts.gate[i] = from.gates[i];
+            if constexpr (kGated) preacts.up[i] = from.ups[i];
+        }
+        __syncwarp();  // ptxas would move the loads to after the products
+    }
+
+    template <Activation kAct, bool kIsPaired>
+    __device__ __forceinline__ void finish(const WarpRows& rows) {
+        const int lane = threadIdx.x % 32;
+        const bool is_inside = column() < args_.shape.intermediate;
+        const SwishTerms& terms = args_.swish;
+        // The processor's last rows are loaded again past its end.
+        const int last = rows.first + (kProcessorWarps - rows.warp) * kWarpRows - kPair;
+#pragma unroll 1
+        for (int first = 0; first < kWarpRows; first += kRows) {
+            const int first_row = rows.first + first;
+            Preacts next;
+            load(min(first_row + kRows, last), next);
+            const PreactChunks<kGated> grads(args_, args_.dpre, first_row, column());
+            const Chunks acts(args_.act, first_row, args_.shape.intermediate, column());
+            float dprobs[kRows];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                Preacts& preacts = preacts_[i / kPair];
+                uint4& gate = preacts.gate[i % kPair];
+                const float prob = rows.facts.prob(rows.warp, first + i);
+                dprobs[i] = 0.0f;
+                float g[8], z[8], u[8], exponential[8], reciprocal[8], act[8];
                 if constexpr (kGated) {
-                    if (glu.is_paired) unpair(preacts_.gate[i], preacts_.up[i]);
-                    unpack8<T>(preacts_.up[i], u);
+                    uint4& up = preacts.up[i % kPair];
+                    if constexpr (kIsPaired) unpair(gate, up);
+                    unpack8<T>(up, u);
                 }
-                unpack8<T>(preacts_.gate[i], z);
+                unpack8<T>(gate, z);
+                unpack8<T>(rows.outputs.chunk(first + i, lane), g);
+                const auto activated_at = [&](int c) {
+                    return kGated ? activated_gate<kAct>(z[c], terms) : z[c];
+                };
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
+                    exponential[c] = exponential_of<kAct>(activated_at(c), terms);
+                }
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    reciprocal[c] = reciprocal_of<kAct>(activated_at(c), exponential[c]);
+                }
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    const Activated f =
+                        activated<kAct>(activated_at(c), exponential[c], reciprocal[c], terms);
                     const float scaled = prob * g[c];
-                    float value;
+                    float value = f.value;
                     if constexpr (kGated) {
-                        const GluValue f = activate_glu<kAct>(z[c], u[c], args_.swish);
-                        value = f.value;
-                        z[c] = scaled * f.gate_slope;
-                        u[c] = scaled * f.up_slope;
+                        const GluValue glu = glu_of<kAct>(f, z[c], u[c], terms);
+                        value = glu.value;
+                        z[c] = scaled * glu.gate_slope;
+                        u[c] = scaled * glu.up_slope;
                     } else {
-                        const Activated f = activate<kAct>(z[c], args_.swish);
-                        value = f.value;
                         z[c] = scaled * f.slope;
                     }
                     dprobs[i] += g[c] * value;
                     act[c] = value * prob;
                 }
+                uint4 input = pack8<T>(act), dgate = pack8<T>(z), dup{};
                 if constexpr (kIsRounded) {
-                    const uint32_t lanes = 0xFFFFu << lane / kScaleLanes * kScaleLanes;
-                    acts[i] = rounded8(pack8<T>(act), lanes);
-                } else {
-                    acts[i] = pack8<T>(act);
+                    input = rounded8(input, 0xFFFFu << lane / kScaleLanes * kScaleLanes);
                 }
-                uint4 dgate = pack8<T>(z);
                 if constexpr (kGated) {
-                    uint4 dup = pack8<T>(u);
-                    if (glu.is_paired) pair(dgate, dup);
-                    ups[i] = dup;
+                    dup = pack8<T>(u);
+                    if constexpr (kIsPaired) pair(dgate, dup);
                 }
-                gates[i] = dgate;
+                ptx::store_if(is_inside, acts[i], input);
+                ptx::store_if(is_inside, grads.gates[i], dgate);
+                if constexpr (kGated) ptx::store_if(is_inside, grads.ups[i], dup);
+                if (not is_inside) dprobs[i] = 0.0f;
+                if (i == kPair - 1) {
+                    load(min(first_row + kRows + kPair, last), preacts_[0]);
+                }
             }
+            preacts_[1] = preacts_[0];
+            preacts_[0] = next;
             const float dprob = sum_four(dprobs);
-            if (lane < kBatch) {
-                args_.dprob_partial[(first_row + lane) * args_.num_n_tiles[0] + tile_n_] = dprob;
+            if (lane < kRows) {
+                const int64_t place = int64_t(first_row + lane) * args_.num_n_tiles[0] + tile_n_;
+                args_.dprob_partial[place] = dprob;
             }
-            preacts_ = next;
         }
     }
 
     const LayerArgs& args_;
-    Preacts<kGated> preacts_;
-    int tile_n_, column_, end_;
+    Preacts preacts_[2];  // of this lane's chunks in the next two pairs of rows
+    int tile_n_;
 };
 
 // GEMM1: a token's only row here is its share, and goes to the token's rank, tile by tile; other

@@ -144,6 +144,16 @@ __device__ __forceinline__ T& keep_address(T& shared) {
     return *static_cast<T*>(__cvta_shared_to_generic(address));
 }
 
+// Stores 16 bytes if `is_stored`. A branch would have ptxas compute what is stored only after it,
+// and nothing else meanwhile.
+__device__ __forceinline__ void store_if(bool is_stored, uint4& to, const uint4& value) {
+    asm volatile(
+        "{\n\t.reg .pred stored;\n\tsetp.ne.u32 stored, %5, 0;\n\t"
+        "@stored st.global.v4.u32 [%0], {%1, %2, %3, %4};\n\t}" ::"l"(&to),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(uint32_t(is_stored))
+        : "memory");
+}
+
 // The number of this CTA within its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;

@@ -46,7 +46,7 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
     if constexpr (std::is_same_v<T, __half>) {
         return __half22float2(reinterpret_cast<const __half2&>(packed));
     } else {
-        return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(packed));
+        return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
     }
 }
 

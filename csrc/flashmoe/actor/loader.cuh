@@ -234,12 +234,12 @@ __device__ __forceinline__ void load_scales(const typename Pass::Args& args,
 __device__ __forceinline__ void load_right(const WeightGradProduct& product,
                                            const TileInfo& tile,
                                            int first_row,
+                                           int cta,
                                            Stage& stage,
                                            Barrier& full,
                                            int k) {
     load_boxes<Major::MN>([&](int) { return &product.right; }, full, stage.b, k, first_row, true,
-                          int(ptx::cluster_rank()),
-                          [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
+                          cta, [&](int box) { return tile.n * BLOCK_N + box * kBoxRows; });
 }
 
 // A tile of a weight's gradient: rows of the expert are K of both operands. Scope: one thread.
@@ -260,7 +260,7 @@ __device__ __forceinline__ void stream_weight_grad(const BackwardArgs& args,
                                   false, cta, [&](int) { return tile.m * BLOCK_M; });
         },
         [&](auto& stage, Barrier& full, int k) {
-            load_right(product, tile, first_row, stage, full, k);
+            load_right(product, tile, first_row, cta, stage, full, k);
         },
         [] {}, take, announce);
 }
@@ -277,16 +277,16 @@ __device__ __forceinline__ void stream_gathered_grad(const BackwardArgs& args,
     const WeightGradProduct& product = product_of(args, tile);
     const int first_row = args.plan.expert_block[tile.expert] * BLOCK_M;
     const int num_k_blocks = weight_grad_k_blocks(args.plan, tile);
-    GatheredSlabs slabs(args.plan, first_row, num_k_blocks, args.shape.row_bytes());
+    const int cta = int(ptx::cluster_rank());
+    GatheredSlabs slabs(args.plan, first_row, num_k_blocks, tokens, tile.m * BLOCK_M,
+                        args.shape.hidden);
     stream_gathered_tile(
         args.watchdog, ring, cursor, num_k_blocks,
         [&](auto& stage, Barrier& full, int k) {
-            load_right(product, tile, first_row, stage, full, k);
+            load_right(product, tile, first_row, cta, stage, full, k);
         },
-        [&](auto& stage, int) {
-            gather_box(slabs, tokens, tile.m * BLOCK_M, args.shape.hidden, stage.a[0]);
-        },
-        [&] { slabs.advance(); }, take, announce);
+        [&](auto& stage, int) { gather_box(slabs, stage.a[0]); }, [&] { slabs.advance(); }, take,
+        announce);
 }
 
 // Weight gradients read what finishers have made of GEMM0 in all blocks. The rows, which they read

@@ -134,6 +134,10 @@ class ActivateRows {
         const GluRows& glu = args_.shape.glu;
         const SwishTerms& terms = args_.swish;
         const int gate_chunk = glu.gate(chunk * 8) / 8, up_chunk = gate_chunk + glu.tile_to_up / 8;
+        const int at = kGated ? glu.gate(column) : column;
+        const Chunks gates(args_.preact, rows.first + lane / kChunks, fc1_rows, at);
+        const Chunks ups = gates.after(glu.to_up);
+        const Chunks acts(args_.act, rows.first + lane / kChunks, intermediate, column);
 #pragma unroll 1
         for (int from = 0; from < kWarpRows; from += kRows) {
             const int first = from + lane / kChunks;
@@ -141,25 +145,12 @@ class ActivateRows {
             float prob[kBatch], z[kBatch][8], exponential[kBatch][8], reciprocal[kBatch][8];
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const int row = first + i * kRowsAtOnce;
+                const int row = first + i * kRowsAtOnce, of = from + i * kRowsAtOnce;
                 gate[i] = rows.outputs.chunk(row, kGated ? gate_chunk : chunk);
                 if constexpr (kGated) up[i] = rows.outputs.chunk(row, up_chunk);
                 prob[i] = rows.facts.prob(rows.warp, row);
-            }
-            const int64_t first_row = rows.first + first;
-            if (not kIsFp8 or leaves_preacts) {  // in FP8 no register is left to keep addresses
-                const int at = kGated ? glu.gate(column) : column;
-                const Chunks gates(args_.preact, first_row, fc1_rows, at);
-                const Chunks ups = gates.after(glu.to_up);
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    ptx::store_if(leaves_preacts, gates[i * kRowsAtOnce], gate[i]);
-                    if constexpr (kGated)
-                        ptx::store_if(leaves_preacts, ups[i * kRowsAtOnce], up[i]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
+                ptx::store_if(leaves_preacts, gates[of], gate[i]);
+                if constexpr (kGated) ptx::store_if(leaves_preacts, ups[of], up[i]);
                 if constexpr (kIsPaired) unpair(gate[i], up[i]);
                 unpack8<T>(gate[i], z[i]);
             }
@@ -195,7 +186,8 @@ class ActivateRows {
                 gate[i] = pack8<T>(z[i]);
             }
             if constexpr (kIsFp8) {
-                char* act = args_.act + first_row * operand_row_bytes(intermediate);
+                char* act =
+                    args_.act + int64_t(rows.first + first) * operand_row_bytes(intermediate);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
                     auto* scales = reinterpret_cast<float*>(act + intermediate);
@@ -204,10 +196,9 @@ class ActivateRows {
                     act += kRowsAtOnce * operand_row_bytes(intermediate);
                 }
             } else {
-                const Chunks acts(args_.act, first_row, intermediate, column);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {
-                    ptx::store_if(is_inside, acts[i * kRowsAtOnce], gate[i]);
+                    ptx::store_if(is_inside, acts[from + i * kRowsAtOnce], gate[i]);
                 }
             }
         }

@@ -314,6 +314,13 @@ int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
     return is_backward ? shape_of(p).fc1_rows() : p->intermediate;
 }
 
+// True if an expert has one unit of rows or less, on average and with all tokens: then no cluster
+// reads weights that another has read.
+bool reads_weights_once(const FlashMoEProblem* p) {
+    const int64_t rows = int64_t(p->num_ranks) * p->max_tokens * p->topk / p->num_experts;
+    return rows <= kClusterSize * BLOCK_M;
+}
+
 // The order of a pass's tiles.
 void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p);
@@ -327,13 +334,18 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     const int num_clusters = p->num_ctas / kClusterSize;
     const int least_tiles = kIsFp8 and waits_for_copies(p) ? num_clusters * 3 / 2 : num_clusters;
     args->group_units = std::max(8, ceil_div(least_tiles, args->num_n_tiles[0]));
-#ifdef FLASHMOE_IN_FP8
     // All warps copy the rows of one step or, where the next would wait for its rows, of two.
-    args->first_units = (waits_for_copies(p) ? 2 : 1) * args->group_units;
-#endif
+    args->first_units = (kIsFp8 and waits_for_copies(p) ? 2 : 1) * args->group_units;
     const int64_t stages_between =
         int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
     args->lag = stages_between < kFinishersStages ? 2 : 1;
+    // Where units share no weights, steps are smaller, so that a unit's GEMM0 is complete earlier.
+    // As many units as before are between that and its GEMM1.
+    constexpr int kFewUnits = 4;
+    if (p->num_ranks == 1 and not kIsFp8 and reads_weights_once(p)) {
+        args->lag = ceil_div(args->group_units * args->lag, kFewUnits);
+        args->group_units = kFewUnits;
+    }
     // Few rows at a time where these are long: the last units would keep some warps while all
     // others are done.
     constexpr int64_t kMostUnitBytes = 64 * 1024;
@@ -350,6 +362,12 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     args->finishers_combine =
         not args->shape.is_rank_invariant() and args->num_k_blocks[1] >= kFewStages and
         args->rows_per_unit * token_bytes <= kBytesPerStage * args->num_k_blocks[1];
+    // Fewer rows where units are so few that each still has a warp of its own at the end.
+    const int64_t rows = int64_t(args->num_tokens) * p->topk;
+    const int num_warps = p->num_ctas * kLayerThreads / 32;
+    while (args->rows_per_unit > 1 and 2 * rows <= int64_t(args->rows_per_unit) * num_warps) {
+        args->rows_per_unit /= 2;
+    }
 }
 
 // How many units of own rows a plan puts first, while the others' rows travel: what the schedule
@@ -423,6 +441,10 @@ int set_buffers(const FlashMoEProblem* p,
     args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
     set_activation(p, args);
     args->layer = launch->layer;
+    // What a launch leaves in the L2 for itself would make room for weights that it reads once.
+    using cute::TMA::CacheHintSm90;
+    args->weights_hint =
+        uint64_t(reads_weights_once(p) ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
     set_order(p, is_backward, args);
     set_biases(launch->biases, args);
     if (launch->num_row_blocks > 0) {

@@ -19,6 +19,13 @@ SYSTEM = "A::template fence<Scope::kSystem>();\n"
 GPU = "A::template fence<Scope::kGpu>();\n"
 RELEASE_SYSTEM = "A::template release_fence<Scope::kSystem>();\n"
 RELEASE_GPU = "A::template release_fence<Scope::kGpu>();\n"
+COPY_OF_FEW = "        for_each_row(rows, [&](int to) { A::write(&here_.received[to], value); });\n"
+COUNT_OF_FEW = (
+    "        for_each_row(\n"
+    "            rows, [&](int to) { protocol::publish<A>("
+    "here_.rows_ready(s_, to / s_.block_rows)); });\n"
+)
+PADS_OF_FEW = "        for (int row = first; row < end; ++row) A::write(&here_.received[row], 0);\n"
 
 FEW_STATES = 20_000
 """In which nearly every mutant is found."""
@@ -63,7 +70,7 @@ MUTANTS = [
     Mutant(
         "a rank quantizes its tokens after the plan",
         "quantized",
-        BY_TMA,
+        "a row of another epoch is read",
         True,
         (
             (FORWARD, "if (s_.agents == 1 or s_.quantizes) publish_rows(launch, epoch);", ""),
@@ -132,7 +139,7 @@ MUTANTS = [
     Mutant(
         "a CTA counts fc2's gradients before it is done with them",
         "ctas2_grads",
-        "weight_grads",
+        "fc2's gradients are told of before they are complete",
         True,
         (
             (
@@ -208,7 +215,11 @@ MUTANTS = [
         "row_block_bound",
         True,
         (
-            (FORWARD, "if (cta_ == 0) write_row_block_bounds(launch, epoch);\n", ""),
+            (
+                FORWARD,
+                "if (cta_ == 0) write_row_block_bounds(launch, epoch);\n        if (not is_own)",
+                "if (not is_own)",
+            ),
             (
                 FORWARD,
                 "const bool refused =",
@@ -430,7 +441,7 @@ MUTANTS = [
         "ranks2",
         "is read",
         True,
-        ((QUEUE, "    A::add_release(counter, 1);\n}\n", "    A::add(counter, 1);\n}\n"),),
+        ((QUEUE, "    A::add_release(counter, items);", "    A::add(counter, items);"),),
     ),
     Mutant(
         "counters are read without acquiring",
@@ -463,7 +474,7 @@ MUTANTS = [
     Mutant(
         "signals of results tell no epoch",
         "ranks3",
-        "heap",
+        "a token's sum is wrong",
         False,
         (
             (
@@ -606,6 +617,120 @@ MUTANTS = [
             ),
         ),
     ),
+    # Plans of few tokens, whose CTAs count all routes.
+    Mutant(
+        "a CTA comes to the barrier before it has described its rows",
+        "few",
+        UNWRITTEN,
+        True,
+        (
+            (
+                FORWARD,
+                "        protocol::come_to_barrier<A>(word, may_go_on);\n",
+                "",
+            ),
+            (
+                FORWARD,
+                "        int next[kMaxExperts];\n        if (may_go_on) {\n",
+                "        int next[kMaxExperts];\n"
+                "        protocol::come_to_barrier<A>(here_.counter(M::kBarrier), may_go_on);\n"
+                "        if (may_go_on) {\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "a CTA that counts all routes does not wait for the others' rows",
+        "few",
+        UNWRITTEN,
+        True,
+        (
+            (
+                FORWARD,
+                "        return protocol::await_barrier<A>(word, s_.ctas,",
+                "        if (may_go_on) return true;\n"
+                "        return protocol::await_barrier<A>(word, s_.ctas,",
+            ),
+        ),
+    ),
+    Mutant(
+        "a CTA that counts all routes tells no other that they are refused",
+        "few",
+        "ranks disagree whether to go on",
+        False,
+        (
+            (
+                FORWARD,
+                "        may_go_on = may_go_on and A::load(&here_.raised[0]) == 0;\n",
+                "",
+            ),
+        ),
+    ),
+    Mutant(
+        "rows that are copied with the plan are counted before they are written",
+        "few",
+        BY_TMA,
+        False,
+        (
+            (
+                FORWARD,
+                COPY_OF_FEW + COUNT_OF_FEW,
+                COUNT_OF_FEW + COPY_OF_FEW,
+            ),
+        ),
+    ),
+    Mutant(
+        "rows that are copied with the plan are dispatched, too",
+        "few",
+        TWICE,
+        False,
+        ((FORWARD, "first_blocks(), not are_copied);", "first_blocks(), true);"),),
+    ),
+    Mutant(
+        "rows are left to the plan by a launch that does not plan",
+        "few",
+        HANG,
+        False,
+        ((FORWARD, "  launch.kind == Kind::kForward;", "  launch.kind != Kind::kPlan;"),),
+    ),
+    Mutant(
+        "of an expert's pads one is counted",
+        "few",
+        HANG,
+        False,
+        ((QUEUE, "    A::add_release(counter, items);", "    A::add_release(counter, 1);"),),
+    ),
+    Mutant(
+        "pads are counted before they are written",
+        "few",
+        BY_TMA,
+        False,
+        (
+            (
+                FORWARD,
+                PADS_OF_FEW + "        if (first < end) {",
+                "        if (first < end) {",
+            ),
+            (
+                FORWARD,
+                "       uint32_t(end - first));\n        }\n",
+                "       uint32_t(end - first));\n        }\n" + PADS_OF_FEW,
+            ),
+        ),
+    ),
+    Mutant(
+        "tickets begin with those that takers have had for their own",
+        "ctas2",
+        UNWRITTEN,
+        False,
+        ((QUEUE, "    return takers + take<A>(tickets, 1);", "    return take<A>(tickets, 1);"),),
+    ),
+    Mutant(
+        "takers' own tickets are one",
+        "ctas2",
+        UNWRITTEN,
+        False,
+        ((FORWARD, "for (int ticket = cta_;; ticket", "for (int ticket = 0;; ticket"),),
+    ),
     Mutant(
         "nobody is told that a rank gives up",
         "ranks3_absent",
@@ -648,7 +773,7 @@ MUTANTS = [
     Mutant(
         "a block is taken for full one row short",
         "ranks2",
-        HANG,
+        BY_TMA,
         False,
         (
             (
@@ -688,7 +813,7 @@ MUTANTS = [
     Mutant(
         "of units that are taken together all but the first are left to others, too",
         "ahead",
-        "a token is summed twice",
+        UNWRITTEN,
         False,
         (
             (
@@ -837,7 +962,7 @@ MUTANTS = [
     Mutant(
         "what a look that goes ahead has not found is not awaited",
         "in_place",
-        BY_TMA,
+        "a token was lost, or is wrong and passes for right",
         True,
         ((QUEUE, "    if (not is_seen) await<A>(counter, target, wait);\n", ""),),
     ),
@@ -902,11 +1027,11 @@ MUTANTS = [
         (
             (
                 FORWARD,
-                "        while (access_ != RowAccess::kInPlace) {\n",
+                "        while (has_rows and access_ != RowAccess::kInPlace) {\n",
                 "        if (access_ == RowAccess::kInPlaceUntilCopied) {\n"
                 "            protocol::publish<A>(here_.counter(M::kDispatched));\n"
                 "        }\n"
-                "        while (access_ != RowAccess::kInPlace) {\n",
+                "        while (has_rows and access_ != RowAccess::kInPlace) {\n",
             ),
             (
                 FORWARD,
@@ -1005,15 +1130,15 @@ MUTANTS = [
     Mutant(
         "a gather tells that rows have been read before they are",
         "ranks2_gather",
-        STILL_READ,
+        BY_TMA,
         False,
         (
             (
                 FORWARD,
-                "        dispatch(epoch, 0);\n"
+                "        dispatch(epoch, 0, true);\n"
                 "        tell_rows(M::kTaken, protocol::next_epoch(epoch));\n",
                 "        tell_rows(M::kTaken, protocol::next_epoch(epoch));\n"
-                "        dispatch(epoch, 0);\n",
+                "        dispatch(epoch, 0, true);\n",
             ),
         ),
     ),
@@ -1073,7 +1198,7 @@ MUTANTS = [
     Mutant(
         "all ranks share a token's signal of results",
         "ranks3",
-        UNWRITTEN,
+        "a token's sum is wrong",
         False,
         (
             (

@@ -18,8 +18,11 @@
 
 namespace flashmoe {
 
+constexpr auto kKept = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
 // Loads one operand of stage k. K begins at `first_k`, and box i, of map_of(i), at mn(i) along M or
-// N. If both CTAs read the same boxes, each loads every other one for both.
+// N. If both CTAs read the same boxes, each loads every other one for both. `hint` says how long
+// the L2 is to keep them.
 template <Major kMajor, int kBoxes, class MapOfBox, class BeginOfBox>
 __device__ __forceinline__ void load_boxes(MapOfBox map_of,
                                            Barrier& full,
@@ -28,8 +31,8 @@ __device__ __forceinline__ void load_boxes(MapOfBox map_of,
                                            int first_k,
                                            bool is_shared,
                                            int cta,
-                                           BeginOfBox mn) {
-    constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+                                           BeginOfBox mn,
+                                           uint64_t hint = kKept) {
     auto* arrived = reinterpret_cast<uint64_t*>(&full);
     // The maps' dimensions: 64 columns, rows, blocks of 64 columns.
     const auto row = [&](int box) { return kMajor == Major::K ? mn(box) : first_k + k * BLOCK_K; };
@@ -40,29 +43,36 @@ __device__ __forceinline__ void load_boxes(MapOfBox map_of,
         static_assert(kBoxes <= kClusterSize and kClusterSize == 2);
         const int box = int(uint32_t(k + cta) % kClusterSize);
         if (box >= kBoxes) return;
-        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map_of(box), arrived, (1 << kClusterSize) - 1, kHint,
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map_of(box), arrived, (1 << kClusterSize) - 1, hint,
                                                boxes[box], 0, row(box), block(box));
     } else {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
-            cute::SM90_TMA_LOAD_3D::copy(map_of(box), arrived, kHint, boxes[box], 0, row(box),
+            cute::SM90_TMA_LOAD_3D::copy(map_of(box), arrived, hint, boxes[box], 0, row(box),
                                          block(box));
         }
     }
 }
 
-// Takes pairs of tiles and streams this CTA's tile of each. `claim` takes a ticket, and `pair_of`
-// gives the leading CTA the ticket's pair. `stream` loads a tile and calls back twice, with some
-// stages between: at the first call the next ticket is claimed, at the second its pair is
-// announced, so that it is known before this tile's last stage is free. One thread calls back;
-// elect.sync chooses it. Scope: one warp of each CTA.
+// A cluster's next ticket of a layer, after the one that is its number.
+__device__ __forceinline__ int claim_tile(const Workspace& workspace) {
+    return int(
+        protocol::take_after_own<Atomics>(&workspace.tickets->tile, gridDim.x / kClusterSize));
+}
+
+// Takes pairs of tiles and streams this CTA's tile of each. A cluster's first ticket is its number,
+// so that it waits for no atomic, and `claim` takes another. `pair_of` gives the leading CTA the
+// ticket's pair. `stream` loads a tile and calls back twice, with some stages between: at the first
+// call the next ticket is claimed, at the second its pair is announced, so that it is known before
+// this tile's last stage is free. One thread calls back; elect.sync chooses it. Scope: one warp of
+// each CTA.
 template <class Claim, class PairOf, class Stream>
 __device__ __forceinline__ void load_tiles(
     const Watchdog& watchdog, TileMailbox& mailbox, Claim claim, PairOf pair_of, Stream stream) {
     RingCursor<kTileSlots> slot;
     const int cta = int(ptx::cluster_rank());
     auto next = TileInfo::unknown();  // but for the one thread that takes and announces
-    int ticket = 0;
+    int ticket = int(blockIdx.x) / kClusterSize;
     auto take = [&] {
         if (cta == 0) ticket = claim();
     };
@@ -71,10 +81,7 @@ __device__ __forceinline__ void load_tiles(
         while ((next = pair_of(ticket)).gemm == TileInfo::kSkip) ticket = claim();
         announce_tile(watchdog, mailbox, slot, next);
     };
-    if (cute::elect_one_sync()) {
-        take();
-        announce();
-    }
+    if (cute::elect_one_sync()) announce();
     for (;;) {
         if (cta != 0 and cute::elect_one_sync()) {
             wait_barrier<Waiter::kThread>(watchdog, Wait::kLoaderTile, mailbox.full[slot.index()],
@@ -210,10 +217,9 @@ __device__ __forceinline__ void load_scales(const typename Pass::Args& args,
                                             Barrier& full,
                                             Scales& scales,
                                             int k) {
-    constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     auto* arrived = reinterpret_cast<uint64_t*>(&full);
     const int first = k / kScalesAtOnce * kScalesAtOnce;
-    cute::SM90_TMA_LOAD_2D::copy(&args.scale_map[tile.gemm], arrived, kHint, scales.a, first,
+    cute::SM90_TMA_LOAD_2D::copy(&args.scale_map[tile.gemm], arrived, kKept, scales.a, first,
                                  tile.m * BLOCK_M);
     const int of_gemm0 = Pass::kIsBackward ? args.shape.intermediate : args.shape.fc1_rows();
     const int num_rows = tile.gemm == 0 ? of_gemm0 : args.shape.hidden;
@@ -330,8 +336,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;
     load_tiles(
-        args.watchdog, mailbox,
-        [&] { return int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1)); },
+        args.watchdog, mailbox, [&] { return claim_tile(args.workspace); },
         [&](int ticket) {
             if constexpr (Pass::kHasWeightGrads) {
                 const int behind = ticket - schedule.order.num_tickets();
@@ -387,7 +392,8 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                     [&](int box) {
                         const int of_matrix = not Pass::kIsBackward and is_split ? 0 : box;
                         return begin_of_b<Pass>(args.shape, tile.gemm, tile.n, of_matrix);
-                    });
+                    },
+                    args.weights_hint);
             };
             const uint32_t* counter =
                 tile.gemm == 0 ? args.workspace.rows_ready + tile.m

@@ -46,17 +46,28 @@ __device__ __forceinline__ void last_arrival(uint32_t* counter, Then then) {
 }
 
 // Waits for all CTAs and tells all of them the same: whether all of their threads may go on. A
-// launch uses each barrier once. Scope: the planners of the grid; CTAs are resident together.
+// launch uses each barrier once. `meanwhile` is what a CTA does once it has come, and has nothing
+// that others would find after the barrier. Scope: the planners of the grid; CTAs are resident
+// together.
+template <class Meanwhile>
 __device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
                                              uint32_t* word,
-                                             bool may_go_on) {
+                                             bool may_go_on,
+                                             Meanwhile meanwhile) {
     bool goes_on = Planners::all(may_go_on);
+    if (threadIdx.x == 0) protocol::come_to_barrier<Atomics>(word, goes_on);
+    meanwhile();
     if (threadIdx.x == 0) {
-        goes_on = protocol::barrier<Atomics>(word, gridDim.x, goes_on, [&](auto load, auto done) {
+        goes_on = protocol::await_barrier<Atomics>(word, gridDim.x, [&](auto load, auto done) {
             return wait_for(watchdog, {Wait::kGridBarrier, -1, 0, gridDim.x}, load, done);
         });
     }
     return Planners::all(goes_on);
+}
+__device__ __forceinline__ bool grid_barrier(const Watchdog& watchdog,
+                                             uint32_t* word,
+                                             bool may_go_on) {
+    return grid_barrier(watchdog, word, may_go_on, [] {});
 }
 
 }  // namespace flashmoe

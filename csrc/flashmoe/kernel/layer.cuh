@@ -18,7 +18,7 @@
 #include "flashmoe/moe/differentiate_fp8.cuh"
 #endif
 #include "flashmoe/moe/dispatch.cuh"
-#include "flashmoe/moe/place.cuh"
+#include "flashmoe/moe/plan_layer.cuh"
 #include "flashmoe/moe/slot_grads.cuh"
 #include "flashmoe/moe/unmatched.cuh"
 #include "flashmoe/moe/write_record.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashmoe/kernel/plan_report.h"
-#include "flashmoe/moe/place.cuh"
+#include "flashmoe/moe/plan_layer.cuh"
 #include "flashmoe/moe/unmatched.cuh"
 
 namespace flashmoe {

@@ -18,8 +18,7 @@ __device__ __forceinline__ void load_weight_grads(const BackwardArgs& args,
                                                   TileMailbox& mailbox) {
     RingCursor<Ring::kNumStages> cursor;
     load_tiles(
-        args.watchdog, mailbox,
-        [&] { return int(protocol::take<Atomics>(&args.workspace.tickets->tile, 1)); },
+        args.watchdog, mailbox, [&] { return claim_tile(args.workspace); },
         [&](int ticket) { return weight_grad_pair(args, ticket); },
         [&](const TileInfo& tile, auto take, auto announce) {
             if (auto own = cursor; cute::elect_one_sync()) {

@@ -79,6 +79,7 @@ struct LayerArgs {
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
     int group_units;         // row units that the schedule advances by
+    int first_units;         // whose own rows all warps copy before there are products
     int early_units;         // units of own rows that come first, as far as there are any
     int lag;                 // distance of GEMM1 to GEMM0, in its steps
     int rows_per_ticket;     // rows that a dispatch warp takes at a time
@@ -88,6 +89,7 @@ struct LayerArgs {
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward
 
+    uint64_t weights_hint;           // how long the L2 is to keep them: TMA's hint
     const CUtensorMap* weight_maps;  // device: fc1 of every local slot (Shape::num_fc1), then fc2
     FLASHMOE_SCALE_FIELD(const float* const*, weight_scales);  // device: of the same matrices
     char* rows;            // [row], Shape::token_bytes() each, filled by dispatch
@@ -116,8 +118,6 @@ struct LayerArgs {
     FLASHMOE_SCALE_FIELD(CUtensorMap, scale_map[2]);  // its scales
     // dpre once more, operand_row_bytes(fc1_rows) a row: A of GEMM1 in a backward.
     FLASHMOE_SCALE_FIELD(char*, dpre_in_fp8);
-    // Row units whose own rows all warps copy before there are products; else group_units.
-    FLASHMOE_SCALE_FIELD(int, first_units);
 };
 
 // One of the two products of weight gradients, dW = left^T right over an expert's rows.

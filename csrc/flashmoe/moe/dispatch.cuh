@@ -5,6 +5,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "flashmoe/moe/place_few.cuh"
 #include "flashmoe/moe/push.cuh"
 #include "flashmoe/tile/pipeline.cuh"
 
@@ -69,12 +70,7 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
 // dispatched: all warps copy them, since none has anything else to do until they are there.
 __device__ __forceinline__ int num_first_places(const LayerArgs& args) {
     if (reads_in_place(args)) return 0;
-#ifdef FLASHMOE_IN_FP8
-    const int units = args.first_units;
-#else
-    const int units = args.group_units;
-#endif
-    return min(args.plan.header->num_units, units) * kClusterSize * BLOCK_M;
+    return min(args.plan.header->num_units, args.first_units) * kClusterSize * BLOCK_M;
 }
 
 // The row after those of the first `num_places`, where rows lie in the order of their tiles.
@@ -88,6 +84,7 @@ __device__ __forceinline__ int row_behind(const Plan& plan, int num_places) {
 // to dispatch. Half a warp takes a row, so that the grid takes as many rows at a time as there are.
 // Scope: the grid.
 __device__ __forceinline__ void copy_first_rows(const LayerArgs& args) {
+    if (copies_with_plan(args)) return;  // that is done
     constexpr int kLanes = 16, kUnroll = 16;
     const int64_t begin = Trace::now();
     const Plan& plan = args.plan;
@@ -177,11 +174,12 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     bool has_pushes = kPushes and kHasReplicas and args.home_weights != nullptr;
     int pad_rows_pulled = 0, pad_rows_made = 0;
     int first_row = 0;  // that is left to copy
+    const bool has_rows = args.row_access != RowAccess::kInPlace and not copies_with_plan(args);
     if (args.row_access == RowAccess::kFirstCopied) {
         first_row = row_behind(plan, num_copied);
         num_copied = 0;
     }
-    while (args.row_access != RowAccess::kInPlace) {
+    while (has_rows) {
         const int place = take_tickets(&workspace.tickets->dispatch, args.rows_per_ticket);
         if (place >= plan.num_places()) break;
         const int first = plan.row_at(place);

@@ -184,6 +184,7 @@ struct PlacementSmem {
     int32_t* expert_block;  // [local slot + 1]
     int32_t* expert_unit;   // [local slot + 1]
     int32_t* expert_own;    // [local slot + 1]: units of the own rank's rows before
+    int32_t* token_rows;    // [lane][topk]: where few tokens are planned, the rows of a chunk
     int first_chunk;
     int num_chunks;
 
@@ -197,9 +198,12 @@ struct PlacementSmem {
     __host__ __device__ static int64_t bytes(const Shape& s, int num_ctas) {
         return align_up<int64_t>(words(s, num_ctas) * int64_t(sizeof(uint32_t)), 128);
     }
-    __device__ PlacementSmem(const Shape& s, void* smem) : replicas(s, smem) {
-        const int local = s.num_local_slots(), max = s.chunks_per_cta(int(gridDim.x));
-        first_chunk = int(blockIdx.x) * max;
+    __device__ PlacementSmem(const Shape& s, void* smem)
+        : PlacementSmem(s, smem, s.chunks_per_cta(int(gridDim.x)), int(blockIdx.x)) {}
+    // With room for `max` chunks, the `nth` so many.
+    __device__ PlacementSmem(const Shape& s, void* smem, int max, int nth) : replicas(s, smem) {
+        const int local = s.num_local_slots();
+        first_chunk = nth * max;
         num_chunks = min(max, s.num_chunks() - first_chunk);  // not above 0 where there are none
         counts = static_cast<uint32_t*>(smem) + ReplicaSmem::words(s);
         selections = counts + int64_t(max) * local;
@@ -208,6 +212,7 @@ struct PlacementSmem {
         expert_block = expert_rows + local;
         expert_unit = expert_block + local + 1;
         expert_own = expert_unit + local + 1;
+        token_rows = expert_own + local + 1;
     }
     // Zeroes the counts. Scope: the planners of a CTA.
     __device__ void clear(const Shape& s) const {
@@ -360,11 +365,10 @@ __device__ __forceinline__ bool own_rows_fit(const LayerArgs& args, uint32_t blo
     return false;
 }
 
-// How many of an expert's units hold the own rank's rows, and at most a few others: all units of a
-// rank that is alone, where its rows are to lie in the order of their tiles.
-__device__ __forceinline__ int early_units(const LayerArgs& args, int expert) {
+// How many of an expert's units hold the own rank's `rows`, and at most a few others: all units of
+// a rank that is alone, where its rows are to lie in the order of their tiles.
+__device__ __forceinline__ int early_units(const LayerArgs& args, int rows) {
     constexpr int kFewRows = 64;
-    const int rows = int(args.workspace.own_selections[expert]);
     if (args.row_access == RowAccess::kFirstCopied) return ceil_div(rows, kClusterSize * BLOCK_M);
     return (rows + kFewRows) / (kClusterSize * BLOCK_M);
 }
@@ -380,31 +384,14 @@ __device__ __forceinline__ int place_of_unit(
     return early_before(num_slots) + smem.expert_unit[expert] - before + unit - early;
 }
 
-// Places the beginning of each local expert's rows. Scope: a CTA; every CTA computes it for itself.
-__device__ __forceinline__ void place_experts(const LayerArgs& args,
-                                              uint32_t epoch,
-                                              const PlacementSmem& smem) {
+// Lays experts out one after another, given their rows and early units. Scope: the planners of a
+// CTA; every CTA does it for itself.
+__device__ __forceinline__ void lay_out_experts(const LayerArgs& args,
+                                                uint32_t epoch,
+                                                const PlacementSmem& smem) {
     const Shape& s = args.shape;
     const int num_slots = s.num_local_slots();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
-#pragma unroll 1
-    for (int expert = warp; expert < num_slots; expert += num_warps) {
-        const uint32_t* counts = args.workspace.cta_counts + expert * gridDim.x;
-        const uint32_t all = args.workspace.selections[s.first_slot() + expert];
-        const int early = s.is_spare(expert) ? 0 : early_units(args, expert);
-        uint32_t before = 0;
-#pragma unroll  // so that all loads are on their way at once
-        for (uint32_t cta = lane; cta < kMaxCtas; cta += 32) {
-            if (cta < blockIdx.x) before += counts[cta];
-        }
-        before = __reduce_add_sync(~0u, before);
-        if (lane == 0) {
-            smem.base[expert] = before;
-            smem.expert_rows[expert] = int(all);
-            smem.expert_own[expert] = early;
-        }
-    }
-    Planners::sync();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp == 0) {
         int block = 0, unit = 0, own = 0, rows = 0;
         const bool has_rank = blockIdx.x == 0 and lane < s.num_ranks;
@@ -444,23 +431,40 @@ __device__ __forceinline__ void place_experts(const LayerArgs& args,
     Planners::sync();
 }
 
-// Fills the tables of experts, units and pad rows, and makes of each chunk's counts the rows that
-// it begins with. Scope: the planners of the grid.
-__device__ __forceinline__ void place_units(const LayerArgs& args, const PlacementSmem& smem) {
+// Places the beginning of each local expert's rows. Scope: a CTA; every CTA computes it for itself.
+__device__ __forceinline__ void place_experts(const LayerArgs& args,
+                                              uint32_t epoch,
+                                              const PlacementSmem& smem) {
     const Shape& s = args.shape;
-    const Plan& plan = args.plan;
     const int num_slots = s.num_local_slots();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = Planners::size() / 32;
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < num_slots; expert += Planners::size()) {
-        uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
-#pragma unroll 1
-        for (int i = 0; i < smem.num_chunks; ++i) {
-            const uint32_t count = smem.counts[i * num_slots + expert];
-            smem.counts[i * num_slots + expert] = row;
-            row += count;
+    for (int expert = warp; expert < num_slots; expert += num_warps) {
+        const uint32_t* counts = args.workspace.cta_counts + expert * gridDim.x;
+        const uint32_t all = args.workspace.selections[s.first_slot() + expert];
+        const int own = int(args.workspace.own_selections[expert]);
+        const int early = s.is_spare(expert) ? 0 : early_units(args, own);
+        uint32_t before = 0;
+#pragma unroll  // so that all loads are on their way at once
+        for (uint32_t cta = lane; cta < kMaxCtas; cta += 32) {
+            if (cta < blockIdx.x) before += counts[cta];
+        }
+        before = __reduce_add_sync(~0u, before);
+        if (lane == 0) {
+            smem.base[expert] = before;
+            smem.expert_rows[expert] = int(all);
+            smem.expert_own[expert] = early;
         }
     }
     Planners::sync();
+    lay_out_experts(args, epoch, smem);
+}
+
+// Fills the tables of experts, units and pad rows. Scope: the planners of the grid.
+__device__ __forceinline__ void describe_experts(const LayerArgs& args, const PlacementSmem& smem) {
+    const Shape& s = args.shape;
+    const Plan& plan = args.plan;
+    const int num_slots = s.num_local_slots();
     // The last warps begin, since they have no chunks.
     const int thread = Planners::size() - 1 - int(threadIdx.x);
 #pragma unroll 1
@@ -489,6 +493,25 @@ __device__ __forceinline__ void place_units(const LayerArgs& args, const Placeme
     }
 }
 
+// Fills the tables of experts, units and pad rows, and makes of each chunk's counts the rows that
+// it begins with. Scope: the planners of the grid.
+__device__ __forceinline__ void place_units(const LayerArgs& args, const PlacementSmem& smem) {
+    const Shape& s = args.shape;
+    const int num_slots = s.num_local_slots();
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < num_slots; expert += Planners::size()) {
+        uint32_t row = uint32_t(smem.expert_block[expert]) * BLOCK_M + smem.base[expert];
+#pragma unroll 1
+        for (int i = 0; i < smem.num_chunks; ++i) {
+            const uint32_t count = smem.counts[i * num_slots + expert];
+            smem.counts[i * num_slots + expert] = row;
+            row += count;
+        }
+    }
+    Planners::sync();
+    describe_experts(args, smem);
+}
+
 // Leaves a plan of no rows, on every rank, where planning failed: the host may have launched what
 // follows the plan, a backward above all, before it learned of the fault. Ranks that have no
 // backward are in its header all the same. Scope: the planners of the grid, which have all stopped.
@@ -512,77 +535,6 @@ __device__ __forceinline__ void leave_no_rows(const LayerArgs& args, uint32_t un
         if (i < num_slots) plan.expert_rows[i] = 0;
     }
     if (first == 0) *plan.header = {0, 0, 0, unfollowed};
-}
-
-// From the routing map to the plan: exchanges the routing with all ranks and places the rows that
-// this rank's experts receive. The last warp copies this rank's rows meanwhile, to where its peers
-// find them. False on every rank if one cannot go on; the host then finds a fault. Scope: the grid.
-__device__ __forceinline__ bool plan_layer(const LayerArgs& args, uint32_t epoch, void* smem_base) {
-    __shared__ int num_tokens[kMaxRanks];
-    bool goes_on = false;
-    if (not Planners::has_me()) {
-        // Copying waits for the routes, since the fence after them would wait for copies, too.
-        ptx::barrier_sync(kRoutesPublished, int(blockDim.x));
-        if (not kIsFp8 and threadIdx.x % 32 == 0) {
-            const int64_t used = PlacementSmem::bytes(args.shape, int(gridDim.x));
-            publish_rows(args, epoch,
-                         *reinterpret_cast<RowCopySmem*>(static_cast<char*>(smem_base) + used));
-        }
-    } else {
-        const PlacementSmem smem(args.shape, smem_base);
-        int64_t begin = Trace::now();
-        const auto traced = [&](int step) {
-            args.watchdog.trace.add(event_of(Span::kPlan), step, begin);
-            begin = Trace::now();
-        };
-        const bool has_slots = args.shape.spare_slots > 0;
-        if (has_slots) smem.clear(args.shape);
-        publish_routes(args, epoch, has_slots ? smem.selections : nullptr);
-        ptx::barrier_arrive(kRoutesPublished, int(blockDim.x));
-        if constexpr (kIsFp8) {
-            // While the others' routes travel. The grid's barriers follow, so that this rank's
-            // tokens are there for all of its CTAs once the plan is.
-            quantize_tokens(args, Planners::size());
-            Planners::sync();
-            if (threadIdx.x == 0) {
-                tell_rows(args, &args.workspace.tickets->rows_published, epoch);
-            }
-        }
-        traced(0);
-        smem.clear(args.shape);
-        Placed placed = Placed::kAtHome;
-        // Routes are counted, then placed. In one loop, since what a launch does once takes as long
-        // as its instructions take to come, and the second round finds those of the first.
-#pragma unroll 1
-        for (int round = 0; round < 2; ++round) {
-            const bool is_placing = round == 1;
-            bool may_go_on;
-            if (not is_placing) {
-                may_go_on = has_own_routes(args) ? take_own_routes(args, num_tokens)
-                                                 : await_routes(args, epoch, num_tokens);
-                if (has_slots) placed = plan_replicas(args, epoch, smem.replicas, may_go_on);
-                if (placed == Placed::kNot) break;
-            } else {
-                const bool is_alone = not kHasReplicas and args.shape.num_ranks == 1;
-                may_go_on = is_alone or rows_fit(args, epoch);
-                place_experts(args, epoch, smem);
-                if (is_alone) {
-                    const int num_slots = args.shape.num_local_slots();
-                    may_go_on = own_rows_fit(args, uint32_t(smem.expert_block[num_slots]));
-                }
-                place_units(args, smem);
-            }
-            walk_chunks(args, epoch, smem, num_tokens, placed == Placed::kBySlots, is_placing);
-            if (not is_placing) share_counts(args, smem);
-            traced(1 + 2 * round);
-            goes_on =
-                grid_barrier(args.watchdog, &args.workspace.tickets->barrier[round], may_go_on);
-            traced(2 + 2 * round);
-            if (not goes_on) break;
-        }
-        if (not goes_on) leave_no_rows(args, unfollowed_ranks(args, epoch));
-    }
-    return __syncthreads_or(goes_on);
 }
 
 }  // namespace flashmoe

@@ -22,6 +22,26 @@ FLASHMOE_PROTOCOL void arrive(typename A::U32* counter, uint32_t expected, Then 
 // stop.
 constexpr uint32_t kStop = 1u << 16;
 
+// Comes to a barrier, and does not wait at it. Scope: as above.
+template <class A>
+FLASHMOE_PROTOCOL void come_to_barrier(typename A::U32* word, bool may_go_on) {
+    A::add_release(word, may_go_on ? 1 : 1 + kStop);
+}
+
+// Waits at a barrier to which this thread has come, as `barrier` does.
+template <class A, class Wait>
+FLASHMOE_PROTOCOL bool await_barrier(typename A::U32* word, uint32_t expected, Wait wait) {
+    const auto load = [=] { return A::template load_acquire<Scope::kGpu>(word); };
+    const auto have_come = [=](uint32_t seen) { return seen % kStop == expected; };
+    uint32_t seen = 0;
+    if (not wait([&] { return seen = load(); }, have_come)) {  // given up
+        for (seen = load(); not have_come(seen); seen = load()) {
+            if (A::compare_and_swap(word, seen, seen + kStop) == seen) return false;
+        }
+    }
+    return seen == expected;
+}
+
 // Waits for `expected` threads, fewer than kStop, and tells whether all of them have come and may
 // go on. All return the same: a thread that gives up waiting says to stop, but only while somebody
 // has not come. Each barrier has its own word. Scope: as above; the CTA comes together again
@@ -31,16 +51,8 @@ FLASHMOE_PROTOCOL bool barrier(typename A::U32* word,
                                uint32_t expected,
                                bool may_go_on,
                                Wait wait) {
-    const auto load = [=] { return A::template load_acquire<Scope::kGpu>(word); };
-    const auto have_come = [=](uint32_t seen) { return seen % kStop == expected; };
-    A::add_release(word, may_go_on ? 1 : 1 + kStop);
-    uint32_t seen = 0;
-    if (not wait([&] { return seen = load(); }, have_come)) {  // given up
-        for (seen = load(); not have_come(seen); seen = load()) {
-            if (A::compare_and_swap(word, seen, seen + kStop) == seen) return false;
-        }
-    }
-    return seen == expected;
+    come_to_barrier<A>(word, may_go_on);
+    return await_barrier<A>(word, expected, wait);
 }
 
 // True on the last of `expected` threads, which may then write over the counters that all others

@@ -11,11 +11,18 @@ FLASHMOE_PROTOCOL uint32_t take(typename A::U32* tickets, uint32_t count) {
     return A::add(tickets, count);
 }
 
-// Counts something that this warp has written with ordinary stores. Scope: one thread, after the
-// warp has come together.
+// The next item of one of `takers`, each of which has had the item of its own number first, so that
+// none waits for that. Scope: one thread.
 template <class A>
-FLASHMOE_PROTOCOL void publish(typename A::U32* counter) {
-    A::add_release(counter, 1);
+FLASHMOE_PROTOCOL uint32_t take_after_own(typename A::U32* tickets, uint32_t takers) {
+    return takers + take<A>(tickets, 1);
+}
+
+// Counts `items` that this warp has written with ordinary stores: one release tells of all of them.
+// Scope: one thread, after the warp has come together.
+template <class A>
+FLASHMOE_PROTOCOL void publish(typename A::U32* counter, uint32_t items = 1) {
+    A::add_release(counter, items);
 }
 
 // Counts what this thread has written with bulk copies: `for_each` calls back with every counter.

@@ -51,6 +51,11 @@ __device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* ptr) {
     return value;
 }
 
+// Has the line that begins at `ptr`, or around it, come to this SM ahead of a load.
+__device__ __forceinline__ void prefetch_l1(const void* ptr) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(ptr)));
+}
+
 __device__ __forceinline__ void st_relaxed_sys(uint32_t* ptr, uint32_t value) {
     delay_point();
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory");

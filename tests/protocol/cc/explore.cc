@@ -80,11 +80,12 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         }
         s.has_own_routes = s.ranks == 1 and not s.has_slots and random.below(2) == 0;
         s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
+        s.plans_few = s.has_own_routes and not s.quantizes and random.below(2) == 0;
         if (is_late) {  // few threads, so that what is rare is met
             s.ranks = 2 + random.below(2), s.agents = 1, s.experts = s.ranks;
             s.topk = 1 + random.below(2), s.tokens = 1, s.n_tiles[0] = s.n_tiles[1] = 1;
             s.rows_per_ticket = s.unit_rows = 4, s.row_access = RowAccess::kCopied;
-            s.has_own_routes = false;
+            s.has_own_routes = s.plans_few = false;
         }
         auto sequence = random_launches(s, is_late ? 1 : 4, random());
         if (is_late and random.below(4) == 0) {

@@ -47,6 +47,7 @@ struct Sizes {
     int idle_looks = 2;      // in a row, behind which who combines early leaves the rest
     RowAccess row_access = RowAccess::kCopied;
     bool has_own_routes = false;  // each CTA places the routes that it has written
+    bool plans_few = false;       // or counts all routes for itself, as they are given
     bool quantizes = false;  // FP8: forwards write this rank's tokens into its heap, and read them
 
     int local_experts() const { return experts / ranks; }
@@ -315,8 +316,9 @@ class Agent {
             }
             // As in kernel/layer.cuh, but that there all warps copy the first rows before any goes
             // on; and every warp helps to combine once its own part is done.
-            if (role_ == 1 or s_.agents == 1) copy_first_rows(epoch);
-            if (role_ == 0) dispatch(epoch, first_blocks());
+            const bool are_copied = copies_with_plan(launch);
+            if ((role_ == 1 or s_.agents == 1) and not are_copied) copy_first_rows(epoch);
+            if (role_ == 0) dispatch(epoch, first_blocks(), not are_copied);
             if (role_ == 1 or s_.agents == 1) compute_tiles(launch, epoch);
             if (role_ == 2) combine_meanwhile(launch, epoch);
             deliver(launch, epoch);
@@ -460,9 +462,10 @@ class Agent {
         return routes;
     }
 
-    // Plan: moe/place.cuh, with one token a chunk.
+    // Plan: moe/plan_layer.cuh.
 
     bool plan(const Launch& launch, uint32_t epoch) {
+        if (s_.plans_few) return plan_few(launch, epoch);
         publish_routes(launch, epoch);
         int num_tokens[kMaxRanks];
         const bool has_routes = s_.has_own_routes ? take_own_routes(launch, num_tokens)
@@ -473,6 +476,87 @@ class Agent {
         check_counts(launch);
         place_rows(epoch, num_tokens);
         return grid_barrier(1, fit);
+    }
+
+    // The plan of few tokens: moe/place_few.cuh, with one token a chunk.
+    bool plan_few(const Launch& launch, uint32_t epoch) {
+        if (launch.refusing_rank == rank_ and cta_ == 0) A::fetch_or(&here_.raised[0], 1);
+        if (cta_ == 0) write_row_block_bounds(launch, epoch);
+        if (s_.agents == 1) publish_rows(launch, epoch);
+        const int per_cta = (s_.tokens + s_.ctas - 1) / s_.ctas, first = cta_ * per_cta;
+        uint32_t counts[kMaxExperts] = {}, before[kMaxExperts] = {};
+        for (int token = 0; token < launch.tokens[rank_]; ++token) {
+            for (int k = 0; k < topk_; ++k) {
+                const int expert = launch.expert[rank_][token][k];
+                if (expert < 0) continue;
+                ++counts[expert];
+                before[expert] += token < first;
+            }
+        }
+        int blocks = 0;
+        for (int expert = 0; expert < s_.experts; ++expert) {
+            blocks += blocks_for(int(counts[expert]));
+        }
+        bool may_go_on = blocks <= launch.row_block_bound;
+        if (not may_go_on) A::fetch_or(&here_.raised[0], 1);
+        const auto for_tokens = [&](auto visit) {
+            for (int i = first; i < first + per_cta and i < launch.tokens[rank_]; ++i) visit(i);
+        };
+        int next[kMaxExperts];
+        if (may_go_on) {
+            lay_out(
+                epoch, [&](int expert) { return int(counts[expert]); },
+                [&](int local) { return int(before[local]); }, next);
+            for_tokens([&](int token) {
+                place(rank_, token, routes_of(launch.expert[rank_][token]), next);
+            });
+        }
+        may_go_on = may_go_on and A::load(&here_.raised[0]) == 0;
+        auto* word = here_.counter(M::kBarrier);
+        protocol::come_to_barrier<A>(word, may_go_on);
+        if (may_go_on and copies_with_plan(launch)) {
+            int begin = 0;
+            for (int i = 0; i < s_.experts; ++i) {
+                const int end = begin + blocks_for(int(counts[i]));
+                if ((i + 1) % s_.ctas == cta_) {  // whichever: not who reads them first
+                    make_pads(begin * s_.block_rows + int(counts[i]), end * s_.block_rows);
+                }
+                begin = end;
+            }
+            for_tokens([&](int token) { copy_few(epoch, token); });
+        }
+        return protocol::await_barrier<A>(word, s_.ctas, [&](auto load, auto done) {
+            return wait("a grid barrier", load, done);
+        });
+    }
+
+    // All rows are copied, and all pads made, by those who plan.
+    bool copies_with_plan(const Launch& launch) const {
+        return s_.plans_few and access_ == RowAccess::kFirstCopied and
+               launch.kind == Kind::kForward;
+    }
+
+    void copy_few(uint32_t epoch, int token) {
+        const uint64_t rows = A::read(&here_.token_rows[rank_ * s_.tokens + token]);
+        const uint64_t value = x_value(epoch, rank_, token);
+        for_each_row(rows, [&](int to) { A::write(&here_.received[to], value); });
+        for_each_row(
+            rows, [&](int to) { protocol::publish<A>(here_.rows_ready(s_, to / s_.block_rows)); });
+    }
+
+    // An expert's pads, which are in one block and told of together.
+    void make_pads(int first, int end) {
+        for (int row = first; row < end; ++row) A::write(&here_.received[row], 0);
+        if (first < end) {
+            protocol::publish<A>(here_.rows_ready(s_, first / s_.block_rows),
+                                 uint32_t(end - first));
+        }
+    }
+
+    static uint64_t routes_of(const int8_t (&expert)[kMaxTopk]) {
+        uint64_t routes = ~0ull;
+        for (int k = 0; k < kMaxTopk; ++k) routes = with_entry(routes, k, expert[k]);
+        return routes;
     }
 
     bool await_routes(uint32_t epoch, int (&num_tokens)[kMaxRanks]) {
@@ -547,9 +631,9 @@ class Agent {
         }
     }
 
-    int blocks_of(int expert) {
-        return int(A::read(here_.selections(s_, expert)) + s_.block_rows - 1) / s_.block_rows;
-    }
+    int blocks_for(int rows) const { return (rows + s_.block_rows - 1) / s_.block_rows; }
+    int rows_of(int expert) { return int(A::read(here_.selections(s_, expert))); }
+    int blocks_of(int expert) { return blocks_for(rows_of(expert)); }
 
     bool rows_fit(uint32_t epoch) {
         bool fit = true;
@@ -581,15 +665,31 @@ class Agent {
     }
 
     void place_rows(uint32_t epoch, const int (&num_tokens)[kMaxRanks]) {
-        int next[kMaxExperts], begin = 0, unit = 0;
+        int next[kMaxExperts];
+        lay_out(
+            epoch, [&](int expert) { return rows_of(expert); },
+            [&](int local) {
+                int rows = 0;
+                for (int cta = 0; cta < cta_; ++cta) {
+                    rows += int(A::read(&here_.cta_counts[local * s_.ctas + cta]));
+                }
+                return rows;
+            },
+            next);
+        for_own_chunks(num_tokens, [&](int src, int token) {
+            place(src, token, read_routes(epoch, src, token), next);
+        });
+    }
+
+    // Describes units and pads, and tells where this CTA's rows of each expert begin, of which
+    // other CTAs have so many before.
+    template <class RowsOf, class Before>
+    void lay_out(uint32_t epoch, RowsOf rows_of, Before before, int (&next)[kMaxExperts]) {
+        int begin = 0, unit = 0;
         for (int i = 0; i < s_.local_experts(); ++i) {
-            const int expert = rank_ * s_.local_experts() + i, blocks = blocks_of(expert);
-            next[i] = begin * s_.block_rows;
-            for (int cta = 0; cta < cta_; ++cta) {
-                next[i] += int(A::read(&here_.cta_counts[i * s_.ctas + cta]));
-            }
+            const int rows = rows_of(rank_ * s_.local_experts() + i), blocks = blocks_for(rows);
+            next[i] = begin * s_.block_rows + before(i);
             if (i % s_.ctas == cta_) {
-                const int rows = int(A::read(here_.selections(s_, expert)));
                 for (int row = begin * s_.block_rows + rows; row < (begin + blocks) * s_.block_rows;
                      ++row) {
                     A::write(&here_.row_meta[row], Row{0, 0, 0, false, false, true, false}.pack());
@@ -607,11 +707,9 @@ class Agent {
             A::write(&here_.header[0],
                      uint64_t(begin) << 32 | unfollowed_ranks(epoch) << 16 | uint64_t(unit));
         }
-        for_own_chunks(num_tokens, [&](int src, int token) { place(epoch, src, token, next); });
     }
 
-    void place(uint32_t epoch, int src, int token, int (&next)[kMaxExperts]) {
-        const uint64_t routes = read_routes(epoch, src, token);
+    void place(int src, int token, uint64_t routes, int (&next)[kMaxExperts]) {
         uint64_t rows = ~0ull;
         uint32_t ranks = 0;
         int first = 1 << 30, last = -1;
@@ -666,7 +764,7 @@ class Agent {
     // Dispatch alone: kernel/gather.cuh.
     void gather(uint32_t epoch) {
         if (quantizes_) await_rows(epoch);  // this rank's, too, of its other CTAs
-        dispatch(epoch, 0);
+        dispatch(epoch, 0, true);
         tell_rows(M::kTaken, protocol::next_epoch(epoch));
         await_rows(protocol::next_epoch(epoch));
     }
@@ -735,8 +833,8 @@ class Agent {
         return row;
     }
 
-    // All rows but this rank's own ones of the blocks that are copied.
-    void dispatch(uint32_t epoch, uint32_t copied_blocks) {
+    // All rows but this rank's own ones of the blocks that are copied, if there are others.
+    void dispatch(uint32_t epoch, uint32_t copied_blocks, bool has_rows) {
         const int num_rows = num_blocks() * s_.block_rows;
         if (quantizes_) A::fence_proxy_async();  // threads have written this rank's
         bool has_heard = false;                  // that every peer's rows are in place
@@ -745,7 +843,7 @@ class Agent {
             first_row = row_behind(copied_blocks);
             copied_blocks = 0;
         }
-        while (access_ != RowAccess::kInPlace) {
+        while (has_rows and access_ != RowAccess::kInPlace) {
             forget(has_heard ? 3 : 10);
             const int first =
                 int(protocol::take<A>(here_.counter(M::kDispatch), s_.rows_per_ticket));
@@ -800,9 +898,9 @@ class Agent {
         const protocol::TileOrder order{
             int(header & 0xffff), s_.group_units, s_.lag, {s_.n_tiles[0], s_.n_tiles[1]}};
         bool has_counted_grads = false;
-        for (;;) {
+        for (int ticket = cta_;; ticket = int(protocol::take_after_own<A>(here_.counter(M::kTile),
+                                                                          uint32_t(s_.ctas)))) {
             forget(has_counted_grads ? 10 : 4);
-            const int ticket = int(protocol::take<A>(here_.counter(M::kTile), 1));
             const auto pair = order.at(ticket);
             if (pair.gemm == protocol::TilePlace::kNone) {
                 const int behind = ticket - order.num_tickets();

@@ -177,6 +177,13 @@ inline std::vector<Scenario> small_scenarios() {
         Launch refused = third;
         refused.refusing_rank = 0, refused.fails = true;
         all.push_back({"own_routes", own, {third, refused, again(third, Kind::kPlan)}});
+        // Each CTA counts all routes, and copies the rows of its own tokens ahead of the barrier.
+        Sizes counted = own;
+        counted.has_own_routes = false, counted.plans_few = true;
+        counted.row_access = RowAccess::kFirstCopied, counted.block_rows = 4;
+        all.push_back({"few", counted, {third, refused, again(third, Kind::kBackward)}});
+        all.push_back(
+            {"few_split", counted, {again(third, Kind::kPlan), again(third, Kind::kPlanned)}});
         Sizes fp8 = few;  // both read tokens that either CTA has quantized
         fp8.quantizes = true;
         all.push_back({"quantized", fp8, {both, again(both, Kind::kGather), one}});

@@ -79,6 +79,7 @@ int main(int argc, char** argv) {
         }
         s.has_own_routes = s.ranks == 1 and not s.has_slots and random.below(2) == 0;
         s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
+        s.plans_few = s.has_own_routes and not s.quantizes and random.below(2) == 0;
         const auto sequence = random_launches(s, 20, random());
         const size_t threads = run(s, sequence, random());
         most_threads = threads > most_threads ? threads : most_threads;

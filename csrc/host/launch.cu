@@ -441,7 +441,7 @@ int set_buffers(const FlashMoEProblem* p,
     args->grad_probs_dtype = Dtype(launch->grad_probs_dtype);
     set_activation(p, args);
     args->layer = launch->layer;
-    // What a launch leaves in the L2 for itself would make room for weights that it reads once.
+    // Weights that are read once would drive rows, activations and results out of the L2.
     using cute::TMA::CacheHintSm90;
     args->weights_hint =
         uint64_t(reads_weights_once(p) ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);

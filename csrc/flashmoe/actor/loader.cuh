@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_boxes(MapOfBox map_of,
     }
 }
 
-// A cluster's next ticket of a layer, after the one that is its number.
+// A cluster's next ticket of a layer. The first is its number.
 __device__ __forceinline__ int claim_tile(const Workspace& workspace) {
     return int(
         protocol::take_after_own<Atomics>(&workspace.tickets->tile, gridDim.x / kClusterSize));

@@ -11,11 +11,11 @@ namespace flashmoe {
 // True if a launch plans so. Every CTA reads the whole map, once, and no CTA has more than a chunk
 // to place.
 __device__ __forceinline__ bool plans_few(const LayerArgs& args) {
-    constexpr int64_t kMostBytes = 64 * 1024;  // of the map
+    constexpr int64_t kMostMapBytes = 64 * 1024;
     const Shape& s = args.shape;
     if (kIsFp8 or not has_own_routes(args) or args.choices.indices != nullptr) return false;
     return not s.is_rank_invariant() and s.chunks_per_rank() <= int(gridDim.x) and
-           int64_t(s.max_tokens) * s.num_experts <= kMostBytes;
+           int64_t(s.max_tokens) * s.num_experts <= kMostMapBytes;
 }
 
 // The same where all warps copy all rows, and make all pads, before they wait for the others'
@@ -55,7 +55,7 @@ class RoutesOfMap {
     uint32_t left_;
 };
 
-// The chunk that a CTA places, together with some others, of which the first describes its rows.
+// The chunk that a CTA places, together with some others. The first of them describes its rows.
 struct FewShare {
     int chunk, part, parts;
 
@@ -191,7 +191,7 @@ __device__ __forceinline__ void copy_few(const LayerArgs& args,
     const int chunks = s.hidden / 8, lane = threadIdx.x % 32;
     const int num_warps = Planners::size() / 32, warp = threadIdx.x / 32;
     auto* rows = reinterpret_cast<uint4*>(args.rows);
-    // Pads first, by the last warps, and told last: zeros, since weight gradients sum over them.
+    // Zeros, since weight gradients sum over pads. The last warps begin, and count them last.
     const int num_slots = s.num_local_slots();
     const int nth = (num_warps - 1 - warp) * int(gridDim.x) + int(blockIdx.x);
     const int per_expert = max(1, num_warps * int(gridDim.x) / num_slots);

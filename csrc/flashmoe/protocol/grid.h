@@ -28,7 +28,7 @@ FLASHMOE_PROTOCOL void come_to_barrier(typename A::U32* word, bool may_go_on) {
     A::add_release(word, may_go_on ? 1 : 1 + kStop);
 }
 
-// Waits at a barrier to which this thread has come, as `barrier` does.
+// Waits as `barrier` does, once this thread has come.
 template <class A, class Wait>
 FLASHMOE_PROTOCOL bool await_barrier(typename A::U32* word, uint32_t expected, Wait wait) {
     const auto load = [=] { return A::template load_acquire<Scope::kGpu>(word); };

@@ -11,8 +11,8 @@ FLASHMOE_PROTOCOL uint32_t take(typename A::U32* tickets, uint32_t count) {
     return A::add(tickets, count);
 }
 
-// The next item of one of `takers`, each of which has had the item of its own number first, so that
-// none waits for that. Scope: one thread.
+// The next item of one of `takers`. Each has had the item of its own number first, so that it
+// waited for no atomic. Scope: one thread.
 template <class A>
 FLASHMOE_PROTOCOL uint32_t take_after_own(typename A::U32* tickets, uint32_t takers) {
     return takers + take<A>(tickets, 1);

@@ -18,6 +18,7 @@
 #include "flashmoe/moe/differentiate_fp8.cuh"
 #endif
 #include "flashmoe/moe/dispatch.cuh"
+#include "flashmoe/moe/expert_sparing.cuh"
 #include "flashmoe/moe/plan_layer.cuh"
 #include "flashmoe/moe/slot_grads.cuh"
 #include "flashmoe/moe/unmatched.cuh"
@@ -34,7 +35,8 @@ struct ForwardPass {
     static constexpr bool kHasWeightGrads = false, kHasTree = kMayBeRankInvariant;
     static constexpr Major kMajorB = kTransposed ? Major::MN : Major::K;
     static constexpr int kWeightOfGemm0 = 0;  // fc1, then fc2
-    using FinishGemm0 = ActivateRows<T, kGated>;
+    using FinishGemm0 =
+        std::conditional_t<kIsFp8, ActivateRowsSparing<T, kGated>, ActivateRows<T, kGated>>;
 };
 
 // In FP8 weights are copied as their transposes, since wgmma reads E4M3 along K alone; and
@@ -55,7 +57,9 @@ struct BackwardPass {
 #ifdef FLASHMOE_IN_FP8
     using FinishGemm0 = DifferentiateInFp8<T, kGated>;
 #else
-    using FinishGemm0 = DifferentiateRows<T, kGated>;
+    using FinishGemm0 = std::conditional_t<kHasReplicas,
+                                           DifferentiateRowsSparing<T, kGated>,
+                                           DifferentiateRows<T, kGated>>;
 #endif
 };
 

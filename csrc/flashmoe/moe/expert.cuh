@@ -124,7 +124,7 @@ class ActivateRows {
     template <Activation kAct, bool kIsPaired>
     __device__ __forceinline__ void finish(const WarpRows& rows) const {
         constexpr int kChunks = kGated ? kRowChunks / 2 : kRowChunks, kRowsAtOnce = 32 / kChunks;
-        constexpr int kBatch = kIsFp8 ? 2 : 4;  // chunks of a lane whose arithmetic overlaps
+        constexpr int kBatch = 4;  // chunks of a lane whose arithmetic overlaps
         constexpr int kUps = kGated ? kBatch : 1, kRows = kBatch * kRowsAtOnce;
         const int lane = threadIdx.x % 32, chunk = lane % kChunks;
         const int intermediate = args_.shape.intermediate, fc1_rows = args_.shape.fc1_rows();
@@ -185,21 +185,9 @@ class ActivateRows {
                 }
                 gate[i] = pack8<T>(z[i]);
             }
-            if constexpr (kIsFp8) {
-                char* act =
-                    args_.act + int64_t(rows.first + first) * operand_row_bytes(intermediate);
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    auto* scales = reinterpret_cast<float*>(act + intermediate);
-                    quantize8(gate[i], ~0u, is_inside, reinterpret_cast<uint2*>(act + column),
-                              scales + column / kScaleBlock);
-                    act += kRowsAtOnce * operand_row_bytes(intermediate);
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) {
-                    ptx::store_if(is_inside, acts[from + i * kRowsAtOnce], gate[i]);
-                }
+            for (int i = 0; i < kBatch; ++i) {
+                ptx::store_if(is_inside, acts[from + i * kRowsAtOnce], gate[i]);
             }
         }
     }

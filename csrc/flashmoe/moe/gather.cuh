@@ -119,7 +119,7 @@ class GatheredSlabs {
 
  private:
     static constexpr int kWords = BLOCK_K / 32, kLoadedStages = 8;
-    static_assert(kWords == 2);
+    static_assert(kIsFp8 or kWords == 2);
 
     // Loads the tokens of the next stages. Rows end with the last expert's.
     __device__ __forceinline__ void load() {

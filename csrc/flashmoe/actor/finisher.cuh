@@ -67,7 +67,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                 args.watchdog.trace.add(event_of(Span::kEpilogue0, tile.gemm), tile.m, begin);
             }
         };
-        if (tile.gemm == 0) {  // whose rows no copy reads
+        if (tile.gemm == 0) {  // no copy reads its rows
             finish(typename Pass::FinishGemm0(args, tile, first_row), [](Barrier& empty) {
                 ptx::delay_point_of_warp();
                 empty.arrive();

@@ -354,7 +354,7 @@ class DifferentiateRows {
     }
 
     const LayerArgs& args_;
-    Preacts preacts_[2];  // of this lane's chunks in the next two pairs of rows
+    Preacts preacts_[2];  // the next two pairs of rows
     int tile_n_;
 };
 

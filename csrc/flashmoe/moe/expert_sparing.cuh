@@ -1,13 +1,13 @@
-// What finishers compute of GEMM0's outputs (moe/expert.cuh), bit by bit, in kernels that have no
-// register left for rows that overlap: forwards in FP8, and backwards with spare slots. There each
-// row's arithmetic ends before the next one's begins.
+// The work of finishers on GEMM0's outputs in kernels that have no register left for rows that
+// overlap: forwards in FP8, and backwards with spare slots. Results are those of moe/expert.cuh,
+// bit by bit, but the arithmetic of some rows ends before that of the next begins.
 #pragma once
 
 #include "flashmoe/moe/expert.cuh"
 
 namespace flashmoe {
 
-// What ActivateRows computes, for forwards in FP8.
+// Computes what ActivateRows computes, for forwards in FP8.
 template <class T, bool kGated>
 class ActivateRowsSparing {
  public:
@@ -106,8 +106,8 @@ struct Preacts {
     }
 };
 
-// What DifferentiateRows computes, for kernels with spare slots. Pre-activations are loaded four
-// rows ahead.
+// Computes what DifferentiateRows computes, for kernels with spare slots. Pre-activations are
+// loaded four rows ahead.
 template <class T, bool kGated>
 class DifferentiateRowsSparing {
  public:

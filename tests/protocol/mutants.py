@@ -920,7 +920,7 @@ MUTANTS = [
     ),
     Mutant(
         "weight gradients do not wait for the blocks' GEMM0",
-        "ctas2_backward",
+        "first_copied",
         BY_TMA,
         False,
         (

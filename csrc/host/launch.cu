@@ -159,10 +159,10 @@ int launch(const void* function,
 
 // True if a backward reads rows of dY where tokens have them: GEMM0 does, and fc2's gradient, in as
 // many tiles. Transposed weights make them the operand that a pair of tiles shares there, which
-// threads cannot copy.
+// threads cannot copy. Kernels with spare slots have no registers for it.
 bool gathers_grads(const FlashMoEProblem* p) {
-    return p->num_ranks == 1 and not has_fp8_dgrad(p) and p->is_transposed == 0 and
-           2 * backward_tiles(p) <= kMostReads;
+    return not kHasReplicas and p->num_ranks == 1 and not has_fp8_dgrad(p) and
+           p->is_transposed == 0 and 2 * backward_tiles(p) <= kMostReads;
 }
 
 // True of a rank that is alone if its experts' products are so short that they would wait for rows

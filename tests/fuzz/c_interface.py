@@ -450,7 +450,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     workspace += 3 * blocks + (ranks + 1) * slots
     workspace += fields["num_experts"] + ranks * spare if spare else 0
     # Narrow experts of a rank that is alone read rows of dY where tokens have them.
-    copies_grads = bool(ranks > 1 or fields["is_transposed"] or width > 512)
+    copies_grads = bool(ranks > 1 or fields["is_transposed"] or width > 512 or has_slots)
     received = 2 * hidden * copies_grads + 2 * hidden * in_fp8
     if has_fp8_dgrad:  # gradients of outputs and of pre-activations are operands, too
         received = operand_bytes(hidden) + operand_bytes(fc1_rows) + 2 * hidden

@@ -67,7 +67,7 @@ struct BackwardPass {
 template <class T, bool kGated>
 struct BackwardPassOfFp8 : BackwardPass<T, kGated, false> {
     static constexpr bool kHasTree = false;
-    using FinishGemm0 = DifferentiateRows<T, kGated, true>;
+    using FinishGemm0 = DifferentiateRowsSparing<T, kGated, true>;
 };
 
 // Shared memory is full: the launch asks for the large buffers, and the small ones lie in the

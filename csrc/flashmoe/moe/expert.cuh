@@ -227,12 +227,12 @@ struct PreactChunks {
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
 // of the probabilities' gradient, <G, act>; there is no division by the probability anywhere. A
 // processor's warps follow one another, and pre-activations are loaded four rows ahead across them,
-// the first before there are outputs. With kIsRounded fc2's input is what it stands for in FP8.
+// the first before there are outputs.
 //
 // A row's exponentials are begun one after another, and then its reciprocals, which ptxas would
 // otherwise have the warp wait for two or three at a time. Lanes past the last column do as the
 // last one does, and store nothing, so that rows need no branch and registers no zeros.
-template <class T, bool kGated, bool kIsRounded = false>
+template <class T, bool kGated>
 class DifferentiateRows {
  public:
     __device__ __forceinline__ DifferentiateRows(const LayerArgs& args,
@@ -328,9 +328,6 @@ class DifferentiateRows {
                     act[c] = value * prob;
                 }
                 uint4 input = pack8<T>(act), dgate = pack8<T>(z), dup{};
-                if constexpr (kIsRounded) {
-                    input = rounded8(input, 0xFFFFu << lane / kScaleLanes * kScaleLanes);
-                }
                 if constexpr (kGated) {
                     dup = pack8<T>(u);
                     if constexpr (kIsPaired) pair(dgate, dup);

@@ -1,6 +1,6 @@
 // The work of finishers on GEMM0's outputs in kernels that have no register left for rows that
-// overlap: forwards in FP8, and backwards with spare slots. Results are those of moe/expert.cuh,
-// bit by bit, but the arithmetic of some rows ends before that of the next begins.
+// overlap: forwards in FP8, their backwards, and backwards with spare slots. Results are those of
+// moe/expert.cuh, bit by bit, but the arithmetic of some rows ends before that of the next begins.
 #pragma once
 
 #include "flashmoe/moe/expert.cuh"
@@ -106,9 +106,10 @@ struct Preacts {
     }
 };
 
-// Computes what DifferentiateRows computes, for kernels with spare slots. Pre-activations are
-// loaded four rows ahead.
-template <class T, bool kGated>
+// Computes what DifferentiateRows computes, for backwards of forwards in FP8 and with spare slots.
+// Pre-activations are loaded four rows ahead. With kIsRounded fc2's input is what it stands for in
+// FP8.
+template <class T, bool kGated, bool kIsRounded = false>
 class DifferentiateRowsSparing {
  public:
     __device__ __forceinline__ DifferentiateRowsSparing(const LayerArgs& args,
@@ -172,7 +173,12 @@ class DifferentiateRowsSparing {
                     dprobs[i] += g[c] * value;
                     act[c] = value * prob;
                 }
-                acts[i] = pack8<T>(act);
+                if constexpr (kIsRounded) {
+                    const uint32_t lanes = 0xFFFFu << lane / kScaleLanes * kScaleLanes;
+                    acts[i] = rounded8(pack8<T>(act), lanes);
+                } else {
+                    acts[i] = pack8<T>(act);
+                }
                 uint4 dgate = pack8<T>(z);
                 if constexpr (kGated) {
                     uint4 dup = pack8<T>(u);

@@ -120,10 +120,12 @@ def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> Non
     assert (apart < rows * config.hidden * 2) == (copied < config.hidden and blocks > 0)
     lean = plan_memory(config, num_row_blocks=blocks, keep="preactivations")
     received = rows * config.hidden * 2
-    # Their passes read tokens where they are if no rows are kept.
-    copied = 0 if config.num_ranks == 1 and config.fc1_rows <= 1024 else received
-    assert some.kept - lean.kept == received
-    assert lean.forward - some.forward == lean.backward - some.backward == copied
+    # Their passes read tokens where they are if no rows are kept, but for some backwards.
+    copied, fetched = (
+        0 if config.num_ranks == 1 and config.fc1_rows <= most else received for most in (1024, 768)
+    )
+    assert (some.kept - lean.kept, lean.forward - some.forward) == (received, copied)
+    assert lean.backward - some.backward == fetched
     least = plan_memory(config, num_row_blocks=blocks, keep="inputs")
     assert least.kept == 0
     assert least.backward >= some.kept + some.backward
@@ -189,7 +191,7 @@ def test_spare_slots_take_a_tenth_of_the_memory_at_most() -> None:
     ("shape", "measured", "chosen"),
     [  # on an H200
         (Shape(24576, 1536, 256, 128, 8, gated=True), 876.657664, "preactivations"),
-        (Shape(16384, 2048, 512, 256, 8, gated=True), 1010.134016, "preactivations"),
+        (Shape(16384, 2048, 512, 256, 8, gated=True), 1010.134016, "all"),
     ],
 )
 def test_a_report_of_other_libraries_says_what_forwards_keep(

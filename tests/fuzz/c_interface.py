@@ -456,8 +456,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
         received = operand_bytes(hidden) + operand_bytes(fc1_rows) + 2 * hidden
 
     is_alone = ranks == 1 and not in_fp8
-    is_narrow = is_alone and fc1_rows <= 1024
-    reads_tokens = [is_narrow, is_narrow and not spare]
+    reads_tokens = [is_alone and fc1_rows <= 1024, is_alone and fc1_rows <= 768 and not spare]
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": (3 * 128 + 16 if in_fp8 else 2 * 128) * matrices * slots

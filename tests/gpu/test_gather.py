@@ -106,7 +106,7 @@ def test_who_reads_tokens_fetches_no_rows_again(intermediate: int, gated: bool):
     config = make_config(1, gated=gated, activation=Activation.SILU, intermediate=intermediate)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
     weights = steps.weights_of(config, inputs)
-    reads = intermediate * (1 + gated) <= 1024
+    reads = intermediate * (1 + gated) <= 768
     for keep in KEEPS[:2]:
         layer = VirtualLayer(config, keep=keep)
         steps.step(layer, inputs, weights)

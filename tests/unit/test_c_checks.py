@@ -203,8 +203,8 @@ def group_of(problem: bindings.FlashMoEProblem) -> bindings.FlashMoEGroup:
     ("num_ranks", "intermediate", "can_do"),
     [
         (1, 384, (True, True)),
-        (1, 448, (True, True)),
-        (1, 512, (True, True)),
+        (1, 448, (True, False)),
+        (1, 512, (True, False)),
         (1, 576, (False, False)),
         (2, 384, (False, False)),
     ],

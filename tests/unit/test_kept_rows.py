@@ -45,7 +45,7 @@ def kept(
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-@pytest.mark.parametrize(("intermediate", "is_narrow"), [(512, True), (576, False)])
+@pytest.mark.parametrize(("intermediate", "is_narrow"), [(256, True), (320, False)])
 @pytest.mark.parametrize("reads_tokens", [False, True])
 def test_tokens_are_kept_in_place_of_rows(
     reads_tokens: bool,

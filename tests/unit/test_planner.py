@@ -209,7 +209,7 @@ def test_rows_are_fetched_again_where_that_is_cheap():
 
 
 def test_narrow_experts_whose_tokens_are_read_keep_no_rows():
-    for intermediate, chosen in ((512, "preactivations"), (576, "all"), (14336, "preactivations")):
+    for intermediate, chosen in ((256, "preactivations"), (320, "all"), (14336, "preactivations")):
         config = wide_layer(intermediate=intermediate)
         assert choose_keep("auto", config, reads_tokens=True) == chosen
         assert choose_keep("all", config, reads_tokens=True) == "all"

@@ -172,6 +172,7 @@ def test_another_launch_ends_what_was_settled():
     (layer, inputs, weights), (other, others_inputs, others_weights) = layers
     layer.settle([*map(mispredicted, inputs.routing_map)], weights)
     steps.step(other, others_inputs, others_weights)
+    torch.cuda.synchronize()  # or its records come after these are taken
     for backend in layer.backends:
         backend.take_records()
     pending = layer.begin(inputs.x, inputs.probs, inputs.routing_map)

@@ -54,7 +54,7 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
         if (tile.n >= args.num_n_tiles[tile.gemm]) continue;
         const int first_row = tile.m * BLOCK_M + processor * kProcessorWarps * kWarpRows;
         const RowFacts facts(args.plan, first_row);
-        const auto finish = [&](auto finish_rows, auto give_back) {
+        const auto finish = [&](auto& finish_rows, auto give_back) {
 #pragma unroll 1
             for (int warp = 0; warp < kProcessorWarps; ++warp) {
                 const WarpRoom room(handover, processor, warp);
@@ -68,10 +68,17 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
             }
         };
         if (tile.gemm == 0) {  // no copy reads its rows
-            finish(typename Pass::FinishGemm0(args, tile, first_row), [](Barrier& empty) {
-                ptx::delay_point_of_warp();
-                empty.arrive();
-            });
+            typename Pass::FinishGemm0 finish_rows(args, tile, first_row);
+            if constexpr (kHasReplicas) {  // a register less than without it
+                GiveBack give_back;
+                finish(finish_rows, [&](Barrier& empty) { give_back.follow(empty); });
+                give_back.finish();
+            } else {
+                finish(finish_rows, [](Barrier& empty) {
+                    ptx::delay_point_of_warp();
+                    empty.arrive();
+                });
+            }
         } else {
             // A tile takes its processor longer than its finisher, so there is time to combine. But
             // a finisher that combines may be late for the outputs: it does not before GEMM0's,
@@ -84,8 +91,8 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                 }
             }
             GiveBack give_back;
-            finish([&](const WarpRows& rows) { store_results(args, tile, rows); },
-                   [&](Barrier& empty) { give_back.follow(empty); });
+            const auto store = [&](const WarpRows& rows) { store_results(args, tile, rows); };
+            finish(store, [&](Barrier& empty) { give_back.follow(empty); });
             give_back.finish();
         }
         handover_cursor.advance();

@@ -23,3 +23,14 @@ def zipf(config: MoEConfig, rank: int, num_tokens: int, g: torch.Generator) -> t
     """Expert ``e`` is as popular as ``1 / (e + 1)``."""
     uniform = torch.rand(num_tokens, config.num_experts, generator=g).clamp(1e-6, 1 - 1e-6)
     return -torch.log(-torch.log(uniform)) - torch.arange(1, config.num_experts + 1).log()
+
+
+ROUTINGS = [
+    cases.uniform,
+    zipf,
+    cases.to_one_expert,
+    cases.with_empty_experts,
+    cases.with_dropped_tokens,
+    cases.to_nobody,
+]
+"""Kinds of routing with which rows are uneven, few, or none."""

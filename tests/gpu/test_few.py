@@ -13,7 +13,7 @@ from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import RoutingError
 from tests.gpu import steps
 from tests.gpu.expected import Results, assert_as_good, expected
-from tests.gpu.layers import make_config, zipf
+from tests.gpu.layers import ROUTINGS, make_config
 from tests.gpu.test_choices import by_indices, spread
 from tests.gpu.virtual import VirtualLayer
 from tests.unit import cases
@@ -21,14 +21,6 @@ from tests.unit import cases
 pytestmark = pytest.mark.gpu
 
 WIDE = 1280
-ROUTINGS = [
-    cases.uniform,
-    zipf,
-    cases.to_one_expert,
-    cases.with_empty_experts,
-    cases.with_dropped_tokens,
-    cases.to_nobody,
-]
 
 
 def bounded_steps(

@@ -8,20 +8,11 @@ import torch
 from flashmoe_megatron.config import Activation
 from tests.gpu import steps
 from tests.gpu.expected import Expected, assert_as_good, expected
-from tests.gpu.layers import TOKENS, make_config, zipf
+from tests.gpu.layers import ROUTINGS, TOKENS, make_config, zipf
 from tests.gpu.virtual import VirtualGroup, VirtualLayer, streams
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
-
-ROUTINGS = [
-    cases.uniform,
-    zipf,
-    cases.to_one_expert,
-    cases.with_empty_experts,
-    cases.with_dropped_tokens,
-    cases.to_nobody,
-]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -139,7 +139,7 @@ MUTANTS = [
     Mutant(
         "a CTA counts fc2's gradients before it is done with them",
         "ctas2_grads",
-        "fc2's gradients are told of before they are complete",
+        "fc2's gradients count as complete before they are",
         True,
         (
             (

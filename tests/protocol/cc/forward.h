@@ -1066,7 +1066,7 @@ class Agent {
             A::check(A::read(&here_.weight_grads[local]) ==
                              expected_weight_grad(launch, epoch, 0, expert) or
                          A::is_void(),
-                     "fc2's gradients are told of before they are complete");
+                     "fc2's gradients count as complete before they are");
         }
     }
 

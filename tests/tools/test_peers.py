@@ -16,6 +16,7 @@ from flashmoe_megatron.bench.shapes import Shape
 from tools.bench import bench_peers, common, peers_report
 from tools.bench.bench_peers import ALL, GROUPS, examined, expected, main
 from tools.bench.peers import PEERS, Layer, stacked
+from tools.bench.peers_report import values
 
 SMALL = Shape(513, 64, 64, 8, 2, gated=True)
 
@@ -91,6 +92,7 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
         ("--turns", "3"),
         ("--turn-ms", "0.1"),
         ("--settle-ms", "0.1"),
+        ("--only-graphed", "flashmoe"),
     ],
 )
 def test_what_differs_from_the_record_is_not_done(tmp_path: Path, monkeypatch, change):
@@ -112,6 +114,24 @@ def test_turns_settle_as_long_as_the_clock_takes(tmp_path: Path, monkeypatch):
     assert asked == [0.5] * (2 * 2 * 2), "two layers, both passes, two turns"
     run(tmp_path, monkeypatch, *chosen)
     assert asked[8:] == [0] * (2 * 2 * 4), "without settling two more turns warm up"
+
+
+def test_layers_timed_from_graphs_alone_are_compared(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_peers, "replayed", lambda call: call)  # graphs want a GPU
+    chosen = ("--peers", "flashmoe", "torch", "--graphed", "torch", "--only-graphed", "flashmoe")
+    (row,) = run(tmp_path, monkeypatch, *chosen, "--shapes", "small")
+    timed = {name for name, found in row["layers"].items() if "forward" in found}
+    assert timed == {"flashmoe from a graph", "torch", "torch from a graph"}
+    assert max(row["layers"]["flashmoe"]["errors"].values()) < GATE
+    said = capsys.readouterr().out
+    assert "  flashmoe from a graph: " in said
+    assert "  flashmoe: " not in said
+    record = tmp_path / "peers.jsonl"
+    assert peers_report.main([str(record), "--out", str(tmp_path / "league")]) == 0
+    page, times = (tmp_path / "league.md").read_text(), values(row, "forward")
+    for name in ("torch", "torch from a graph"):
+        ratio = times["flashmoe from a graph"] / times[name]
+        assert f"| {name} | F < 512 | forward | {ratio:.2f} |" in page
 
 
 def test_a_layer_that_fails_is_recorded_and_shown(tmp_path: Path, monkeypatch):

@@ -48,7 +48,10 @@ from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
 PASSES = ("forward", "forward_and_backward")
 EXAMINED = ("errors", "repeats", "kept_bytes")
 MOST_LAUNCHES = 20
-SETTINGS = ("peers", "graphed", "turns", "turn_ms", "settle_ms", "row_bound", "sonicmoe_tiles")
+SETTINGS = (
+    *("peers", "graphed", "only_graphed", "turns", "turn_ms", "settle_ms"),
+    *("row_bound", "sonicmoe_tiles"),  # no options of the command
+)
 """The settings of a measurement; rows that differ in them are not comparable."""
 
 
@@ -177,8 +180,9 @@ def measure(shape: Shape, names: list[str], options: argparse.Namespace) -> dict
         for name, layer in layers.items():
             both = partial(forward_and_backward, problem, layer)
             call = without_grad(layer.forward) if products == 1 else both
-            takers[name] = partial(turn_ms, call, launches, options.settle_ms)
-            if name in options.graphed:
+            if name not in options.only_graphed:
+                takers[name] = partial(turn_ms, call, launches, options.settle_ms)
+            if name in {*options.graphed, *options.only_graphed}:
                 graphed = f"{name} from a graph"
                 found.setdefault(graphed, {key: found[name][key] for key in EXAMINED})
                 takers[graphed] = partial(turn_ms, replayed(call), launches, options.settle_ms)
@@ -203,6 +207,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     add("--graphed", nargs="+", default=[], choices=PEERS,
         help="peers that are replayed from CUDA graphs, too, without their host")  # fmt: skip
+    add("--only-graphed", nargs="+", default=[], choices=PEERS,
+        help="peers that are timed from CUDA graphs alone")  # fmt: skip
     add("--tokens", type=count, help="instead of each shape's own")
     add("--turns", type=count, default=7, help="of each layer; two more warm up if none settles")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
@@ -249,7 +255,7 @@ def main(arguments: list[str]) -> int:
             errors = what.get("errors", {"failed": float("inf")}).values()
             worst = worst_of(errors)
             good = good and (worst <= GATE or not peer.startswith("flashmoe"))
-            if "failed" not in what:
+            if PASSES[0] in what:
                 both = ", ".join(f"{statistics.median(what[passes]):.3f}" for passes in PASSES)
                 log(f"  {peer}: {both}; {worst:.1e}; {what['repeats']}")
     if left:

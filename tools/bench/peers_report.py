@@ -2,9 +2,10 @@
 
     python -m tools.bench.peers_report runs/peers.jsonl --out runs/peers [--kept]
 
-Times are medians over turns. Where two layers are compared, what is above 1 is lost. A record that
-has rows of several settings is refused, since no table or figure tells them apart. With ``--kept``
-the page also has what our forwards keep today, by the plan, which the library makes.
+Times are medians over turns. Where two layers are compared, what is above 1 is lost. Our time is
+that from Python, or from a graph in a record without it. A record that has rows of several settings
+is refused, since no table or figure tells them apart. With ``--kept`` the page also has what our
+forwards keep today, by the plan, which the library makes.
 """
 
 import json
@@ -61,6 +62,12 @@ def values(row: Row, what: str) -> dict[str, float]:
     return {name: size / 1e6 for name, size in found.items() if size is not None}
 
 
+def compared(rows: list[Row]) -> str:
+    """The name under which a record has our times: from Python, or from a graph alone."""
+    has_python = any(OURS in values(row, passes) for row in rows for passes in PASSES)
+    return OURS if has_python else f"{OURS} from a graph"
+
+
 def described(row: Row) -> str:
     """A shape's name, if it has one, and its sizes."""
     keys = ("tokens", "hidden", "intermediate", "num_experts", "topk")
@@ -75,12 +82,12 @@ def section(title: str, heads: list[str], lines: list[list[str]]) -> str:
 
 def in_short(rows: list[Row], name: str) -> list[list[str]]:
     """Lines of a table: our time over a layer's at experts of some width."""
-    lines = []
+    ours, lines = compared(rows), []
     for title, (least, most) in FINENESS.items():
         within = [row for row in rows if least <= row["sizes"]["intermediate"] <= most]
         for passes in PASSES:
             every = [values(row, passes) for row in within]
-            over = [of[OURS] / of[name] for of in every if {OURS, name} <= set(of)]
+            over = [of[ours] / of[name] for of in every if {ours, name} <= set(of)]
             if over:
                 cells = [f"{of(over):.2f}" for of in (min, statistics.median, max)]
                 lines.append([name, title, passes, *cells])
@@ -101,7 +108,8 @@ def page(rows: list[Row]) -> str:
     """All tables, in Markdown."""
     seen = {name for row in rows for name in row["layers"]}  # also "flashmoe from a graph"
     names = sorted(seen, key=lambda name: (list(PEERS).index(name.split()[0]), name))
-    short = [line for name in names if name != OURS for line in in_short(rows, name)]
+    ours = compared(rows)
+    short = [line for name in names if name != ours for line in in_short(rows, name)]
     heads = ["ours over", "experts", "pass", "least", "median", "most"]
     parts = [section("In short", heads, short)]
     for what, unit in ((PASSES[0], "ms"), (PASSES[1], "ms"), ("kept_bytes", "MB")):
@@ -109,7 +117,7 @@ def page(rows: list[Row]) -> str:
         for row in rows:
             of = values(row, what)
             over = {
-                name: f" ({of[OURS] / of[name]:.2f})" for name in of if OURS in of and name != OURS
+                name: f" ({of[ours] / of[name]:.2f})" for name in of if ours in of and name != ours
             }
             cells = [f"{of[name]:.4g}{over.get(name, '')}" if name in of else "" for name in names]
             lines.append([described(row), *cells])
@@ -146,7 +154,8 @@ def draw(rows: list[Row], path: Path) -> list[Path]:
         for ax, passes, products in zip(axes, PASSES, (1, 3), strict=True):
             every = [values(row, passes) for row in rows]
             work = [products * Shape(**row["sizes"]).flops / 1e9 for row in rows]
-            for name, color, line in zip(PEERS, COLORS, LINES, strict=True):
+            for peer, color, line in zip(PEERS, COLORS, LINES, strict=True):
+                name = compared(rows) if peer == OURS else peer
                 at = [number for number, of in enumerate(every) if name in of]
                 if at:
                     rates = [work[number] / every[number][name] for number in at]

@@ -385,7 +385,7 @@ class _RoutedExperts(torch.autograd.Function):
         wanted = _wanted(ctx, ctx.owners)
         destinations = _destinations_of(ctx, weights, wanted)
         taken = _as_taken(weights, ctx.backend)
-        targets = _counted(ctx.backend, destinations, wanted)
+        targets = destinations.targets
         grad_x, grad_probs = ctx.backend.backward(
             grad_outputs[0].contiguous(),
             saved,
@@ -393,6 +393,7 @@ class _RoutedExperts(torch.autograd.Function):
             *(targets.values() if all(wanted) else _spread(targets, taken)),
             factors=destinations.factors,
         )
+        _count(ctx.backend, destinations, wanted)
         after_backward = gradients.after_backward
         if after_backward is not None and (main_grads is None or main_grads.is_due()):
             after_backward(destinations.fc2_in_main_grad())
@@ -466,18 +467,17 @@ _NUM_BEFORE = 3
 """Inputs of the node ahead of the weights."""
 
 
-def _counted(
+def _count(
     backend: Backend, destinations: "_Destinations | _OwnBuffers", wanted: Sequence[bool]
-) -> _Targets:
-    """Counts the gradients of a backward; returns where they go."""
-    counters, targets = backend.weight_grads, destinations.targets
+) -> None:
+    """Counts the gradients of a backward, which has been launched: nothing waits for this."""
+    counters = backend.weight_grads
     counters.buffer_bytes += sum(each.num_bytes for each in destinations.factors.wanted)
     counters.computed += wanted.count(True)
     counters.left_out += wanted.count(False)
-    every = list(filter(None, itertools.chain(*targets.values())))
+    every = list(filter(None, itertools.chain(*destinations.targets.values())))
     if not all(map(itemgetter(1), every)):  # by a loop in C: mostly all are added
         counters.buffer_bytes += sum(one.buffer.nbytes for one in every if not one.accumulate)
-    return targets
 
 
 def _spread(targets: _Targets, weights: ExpertWeights) -> Iterator[list[WeightGrad | None]]:
@@ -558,10 +558,12 @@ def _target(owner: Any, adds: bool, is_wanted: bool) -> WeightGrad | None:
 
 def _targets(owners: ExpertWeights, adds: Sequence[bool], wanted: Sequence[bool]) -> _Targets:
     """Chooses the targets of parameters' gradients; ``adds`` tells which go to main_grad."""
-    found: dict[str, list[WeightGrad | None]] = {}
+    found: dict[str, Sequence[WeightGrad | None]] = dict.fromkeys(_KINDS, ())
     begin = 0
     for kind in _KINDS:
         tensors = getattr(owners, kind)
+        if not tensors:
+            continue
         end = begin + len(tensors)
         adding, wanting = adds[begin:end], wanted[begin:end]
         main_grads = _main_grads_of(tensors) if all(adding) and all(wanting) else None
@@ -573,8 +575,8 @@ def _targets(owners: ExpertWeights, adds: Sequence[bool], wanted: Sequence[bool]
 def _main_grads_of(owners: Sequence[Any]) -> list[WeightGrad | None] | None:
     """The targets of parameters that all have a main_grad; else ``None``."""
     buffers: list[Any] = [getattr(owner, "main_grad", None) for owner in owners]
-    has_none = [buffer is None for buffer in buffers]
-    return None if any(has_none) else [*WeightGrad.added(buffers)]
+    has_all = all(map(operator.is_not, buffers, itertools.repeat(None)))
+    return [*WeightGrad.added(buffers)] if has_all else None
 
 
 def _destinations_of(

@@ -1159,8 +1159,8 @@ MUTATIONS = (
     Mutation(
         "a table is kept for gradients that are gone",
         "of_grads",
-        "first is None or first.accumulate",
-        "True",
+        "not is_added or num_grads",
+        "num_grads",
         "tests/unit/test_tables.py::test_gradients_of_another_size_at_known_addresses_are_refused",
     ),
     Mutation(

@@ -670,7 +670,7 @@ class KernelBackend(Backend):
 
     def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
         grads = UniformGrads(list(itertools.chain(*targets)))
-        table = self._tables.of_grads(grads.grads, self._dtype, self._describe(), self._sizes)
+        table = self._tables.of_grads(grads, self._dtype, self._describe(), self._sizes)
         return grads, table
 
     @_on_own_device

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import torch
 
@@ -21,25 +21,31 @@ class UniformGrads:
 
     Attributes:
         grads: The gradients, ``None`` where none is wanted.
+        buffers: Where the wanted gradients go, in their order.
+        addresses: Where each buffer begins.
     """
 
     def __init__(self, grads: Sequence[WeightGrad | None]) -> None:
         self.grads = list(grads)
         self._lent: list[tuple[WeightGrad, torch.Tensor]] = []
-        places: Sequence[int] = range(len(grads))
-        wanted = list(filter(None, grads))
-        if len(wanted) < len(grads):
-            places = [place for place, grad in enumerate(grads) if grad is not None]
-        if wanted:
-            self._make_uniform(wanted, places)
+        if not self._are_uniform():
+            self._make_uniform()
+            self._are_uniform()
 
-    def _make_uniform(self, grads: Sequence[WeightGrad], places: Sequence[int]) -> None:
+    def _are_uniform(self) -> bool:
+        """Returns whether the kernel can write these; notes their buffers and addresses."""
         # Loops in C: this runs before a launch, over two weights of each expert.
-        buffers, adds = zip(*grads, strict=True)
-        dtypes = set(map(attrgetter("dtype"), buffers))
-        addresses = functools.reduce(operator.or_, map(torch.Tensor.data_ptr, buffers))
-        if len(dtypes) == len(set(adds)) == 1 and addresses % ALIGNMENT_BYTES == 0:
-            return
+        wanted = list(filter(None, self.grads))
+        self.buffers: tuple[torch.Tensor, ...] = tuple(map(itemgetter(0), wanted))
+        self.addresses: tuple[int, ...] = tuple(map(torch.Tensor.data_ptr, self.buffers))
+        adds, dtypes = set(map(itemgetter(1), wanted)), set(map(attrgetter("dtype"), self.buffers))
+        bits = functools.reduce(operator.or_, self.addresses, 0)
+        return len(adds) <= 1 and len(dtypes) <= 1 and bits % ALIGNMENT_BYTES == 0
+
+    def _make_uniform(self) -> None:
+        """Lends buffers to gradients that are not of the widest kind, or not aligned."""
+        places = [place for place, grad in enumerate(self.grads) if grad is not None]
+        grads = list(filter(None, self.grads))
         kinds = {(grad.buffer.dtype, grad.accumulate) for grad in grads}
         is_aligned = [grad.buffer.data_ptr() % ALIGNMENT_BYTES == 0 for grad in grads]
         # The widest dtype, so that nothing is rounded twice; within it main_grad, to copy least.

@@ -16,6 +16,7 @@ from flashmoe_megatron.checks import check_kernel_tensor, check_weights
 from flashmoe_megatron.config import MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel import bindings, ops
+from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.promise import Making
 from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad
@@ -79,7 +80,7 @@ class AddressTables:
         if copies is not None:
             key += (copies.data_ptr(),)
         if len(tensors) < self._num_matrices:  # few, and how stacks step counts
-            key += tuple(tensor.stride() for tensor in tensors)
+            key += tuple(map(torch.Tensor.stride, tensors))
         known = self._of_weights.get(key)
         if known is not None:
             return known
@@ -141,7 +142,7 @@ class AddressTables:
 
     def of_grads(
         self,
-        grads: Sequence[WeightGrad | None],
+        grads: UniformGrads,
         dtype: torch.dtype,
         problem: bindings.FlashMoEProblem,
         sizes: bindings.FlashMoESizes,
@@ -149,35 +150,29 @@ class AddressTables:
         """The table of where gradients go.
 
         They are those of all fc1, then of all fc2, then of their biases in the same order if there
-        are any; all of one dtype, and all added or all written. If any is not wanted, which is
-        ``None``, each is one expert's. The dtype is the weights'; see :meth:`of_weights` for the
-        others.
+        are any. If any is not wanted, which is ``None``, each is one expert's. The dtype is the
+        weights'; see :meth:`of_weights` for the others.
 
         Raises:
             ShapeError: The kernel cannot write one of them, or they are not one for each weight.
         """
         num_weights = (3 if problem.is_split else 2) * self._config.num_local_experts
-        first = next(filter(None, grads), None)
-        grads_dtype = dtype if first is None else first.buffer.dtype
-        wanted = list(filter(None, grads))
-        buffers = list(map(itemgetter(0), wanted))
-        at, dims = map(torch.Tensor.data_ptr, buffers), map(torch.Tensor.dim, buffers)
+        num_grads, buffers = len(grads.grads), grads.buffers
+        grads_dtype, is_added = grads.form or (dtype, True)
         layout = problem.is_transposed, problem.is_split, grads_dtype, self._heap(problem)
-        key: tuple[Hashable, ...] = layout, tuple(at), tuple(dims)
-        if len(wanted) < len(grads):
-            key += (tuple(grad is None for grad in grads),)
-        stays = first is None or first.accumulate
+        dims = tuple(map(torch.Tensor.dim, buffers))
+        key: tuple[Hashable, ...] = layout, grads.addresses, dims
+        if len(buffers) < num_grads:
+            key += (tuple(grad is None for grad in grads.grads),)
         # Buffers of another size may be where these are the next time; and stacks have lengths.
-        if not stays or len(grads) not in (num_weights, num_weights + self._num_matrices):
+        if not is_added or num_grads not in (num_weights, num_weights + self._num_matrices):
             key += tuple((each.shape, each.stride(), each.dtype) for each in buffers)
         table = self._of_grads.get(key)
         if table is None:
-            addresses = self._addresses(grads, num_weights)
-            for grad in filter(None, grads):
-                check_kernel_tensor(
-                    "weight gradient", grad.buffer, self._device, torch.float32, dtype
-                )
-            self._check_sizes(grads, problem)
+            addresses = self._addresses(grads.grads, num_weights)
+            for buffer in buffers:
+                check_kernel_tensor("weight gradient", buffer, self._device, torch.float32, dtype)
+            self._check_sizes(grads.grads, problem)
             weights, biases = (
                 (ctypes.c_void_p * len(each))(*each)
                 for each in self._with_spare(addresses, num_weights, problem)

@@ -12,6 +12,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel import tables as kernel_tables
+from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.separate.reference import ReferenceBackend
@@ -160,7 +161,9 @@ def make_grads(tensors: Tensors) -> list[WeightGrad]:
 @pytest.mark.parametrize("sizes", [[4], [1, 3]], ids=["one stack", "two stacks"])
 def test_the_kernel_writes_each_gradient_into_its_stack(calls: Calls, sizes: list[int]):
     tensors = stacked(make_tensors(), sizes)
-    address_tables(CONFIG).of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
+    address_tables(CONFIG).of_grads(
+        UniformGrads(make_grads(tensors)), torch.bfloat16, PROBLEM, SIZES
+    )
     assert calls.addresses == [addresses_of(tensors)]
 
 
@@ -171,11 +174,11 @@ def test_the_kernel_knows_gradients_that_lie_where_others_did(calls: Calls, accu
     tables = address_tables(CONFIG)
     for _ in range(3):
         grads = [grad._replace(accumulate=accumulate) for grad in make_grads(tensors)]
-        tables.of_grads(grads, torch.bfloat16, PROBLEM, SIZES)
+        tables.of_grads(UniformGrads(grads), torch.bfloat16, PROBLEM, SIZES)
     assert len(calls.addresses) == 1
     halves = [grad._replace(buffer=grad.buffer.view(torch.bfloat16)[..., ::2]) for grad in grads]
     with pytest.raises(ShapeError, match="contiguous"):
-        tables.of_grads(halves, torch.bfloat16, PROBLEM, SIZES)
+        tables.of_grads(UniformGrads(halves), torch.bfloat16, PROBLEM, SIZES)
 
 
 def test_tables_of_weights_that_move_do_not_pile_up(calls: Calls, monkeypatch: pytest.MonkeyPatch):
@@ -208,5 +211,7 @@ def test_the_kernel_refuses_stacks_that_it_cannot_write(
 ):
     tensors = change(stacked(make_tensors(), [4]))
     with pytest.raises(ShapeError, match=message):
-        address_tables(CONFIG).of_grads(make_grads(tensors), torch.bfloat16, PROBLEM, SIZES)
+        address_tables(CONFIG).of_grads(
+            UniformGrads(make_grads(tensors)), torch.bfloat16, PROBLEM, SIZES
+        )
     assert not calls.addresses

@@ -7,6 +7,7 @@ import torch
 
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings, tables
+from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.memory import plan_memory
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.unit import cases, native
@@ -100,7 +101,7 @@ class GradTables:
     def of(self, *buffers: torch.Tensor | None, accumulate: bool = False) -> torch.Tensor:
         grads = [None if each is None else WeightGrad(each, accumulate) for each in buffers]
         sizes = native.sizes_of(self._problem)
-        return self._tables.of_grads(grads, torch.bfloat16, self._problem, sizes)
+        return self._tables.of_grads(UniformGrads(grads), torch.bfloat16, self._problem, sizes)
 
     def stacks(self, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
         """The memory of both kinds of weights' gradients."""

@@ -13,6 +13,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.kernel import bindings
+from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.group_memory import GroupMemory
 from flashmoe_megatron.kernel.tables import AddressTables
 from flashmoe_megatron.layer import FlashMoELayer
@@ -417,7 +418,7 @@ def test_the_kernel_takes_other_tables_for_another_layout(
         weights = ExpertWeights((square,), (square,), transposed=transposed)
         problem = bindings.FlashMoEProblem(is_transposed=transposed)
         maps = tables.of_weights(weights, problem, SIZES).maps
-        return maps, tables.of_grads(grads, torch.bfloat16, problem, SIZES)
+        return maps, tables.of_grads(UniformGrads(grads), torch.bfloat16, problem, SIZES)
 
     plain = both(False)
     assert all(one is other for one, other in zip(plain, both(False), strict=True))

@@ -47,7 +47,7 @@ def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
 
     @functools.wraps(function)
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return uncompiled(*args, **kwargs)
         if _is_seen_into():  # not by `checked`: this runs before every launch
             _refuse()

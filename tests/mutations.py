@@ -1298,6 +1298,20 @@ MUTATIONS = (
         "::test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone",
     ),
     Mutation(
+        "an evaluation's scratch lies over its plan",
+        "_forward",
+        "of_plan + plan_bytes if scratch is None",
+        "of_plan if scratch is None",
+        "tests/unit/test_operators.py::test_scratch_without_memory_of_its_own_follows_the_plan",
+    ),
+    Mutation(
+        "a backward finds its plan in memory of its forward's scratch",
+        "KernelBackend._make_buffers",
+        "plan is None and not training",
+        "plan is None",
+        "tests/unit/test_kept_rows.py::test_an_evaluations_plan_and_scratch_are_one_allocation",
+    ),
+    Mutation(
         "threads pack their structs into the same memory",
         "Packed",
         "class Packed(threading.local):",

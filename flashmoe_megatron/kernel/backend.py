@@ -102,9 +102,17 @@ class PendingForward:
     """Its replicas have been settled on before."""
 
 
-_Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]
-"""Memory that the launch of a layer writes to, except its plan: rows, pre-activations, scratch and
-the output."""
+class _Buffers(NamedTuple):
+    """Memory that the launch of a layer writes to.
+
+    Without ``scratch``, that is in the plan's memory, where the plan ends.
+    """
+
+    rows: torch.Tensor | None
+    preact: torch.Tensor | None
+    scratch: torch.Tensor | None
+    out: torch.Tensor
+    plan: torch.Tensor
 
 
 class _PlanOutcome(NamedTuple):
@@ -245,10 +253,11 @@ class KernelBackend(Backend):
             given = self._checked_call(given)
             bound = self._bound_now(training=given.training)
             # A rank without room for them can still tell the others.
-            buffers = None
+            buffers = plan = None
             if bound is not None:
                 buffers = self._make_buffers(bound, given, training=given.training)
-            pending = self._begin(given, bound)
+                plan = buffers.plan
+            pending = self._begin(given, bound, plan)
         except Exception as error:
             together = Together(self, may_be_void=True, num_calls=num_calls)
             if not together.ends(error):
@@ -442,7 +451,19 @@ class KernelBackend(Backend):
         self.hooks.run("after", "dispatch", shown, call)
         self.hooks.run("after", "padding", shown, call)
 
-    def _make_buffers(self, num_row_blocks: int, given: Given, *, training: bool) -> _Buffers:
+    def _make_buffers(
+        self,
+        num_row_blocks: int,
+        given: Given,
+        *,
+        training: bool,
+        plan: torch.Tensor | None = None,
+    ) -> _Buffers:
+        """Allocates what a launch writes to, also its plan if there is none yet.
+
+        Without ``training`` a plan lives no longer than the scratch. Both are one allocation then,
+        since each keeps the GPU waiting for this host.
+        """
         sizes = self._sizes
         shows_rows = self.hooks.are_used and self._shows_rows
         has_rows = (
@@ -450,11 +471,17 @@ class KernelBackend(Backend):
         )
         # Without pre-activations one of several ranks may leave rows of its own out.
         has_preact = training or shows_rows
-        return (
+        scratch, scratch_bytes = None, num_row_blocks * sizes.scratch_block_bytes[False]
+        if plan is None and not training:
+            plan = self._empty(sizes.plan_bytes + scratch_bytes)
+        else:
+            scratch = self._empty(scratch_bytes)
+        return _Buffers(
             self._empty(num_row_blocks * sizes.row_block_bytes) if has_rows else None,
             self._empty(num_row_blocks * sizes.preact_block_bytes) if has_preact else None,
-            self._empty(num_row_blocks * sizes.scratch_block_bytes[False]),
+            scratch,
             torch.empty_like(given.x),
+            self._empty(sizes.plan_bytes) if plan is None else plan,
         )
 
     @property
@@ -477,8 +504,11 @@ class KernelBackend(Backend):
         # All ranks fetch rows again, though one may not need them.
         return given.trains_fc1 or self.config.num_ranks > 1
 
-    def _begin(self, given: Given, num_row_blocks: int | None) -> PendingForward:
-        plan = self._empty(self._sizes.plan_bytes)
+    def _begin(
+        self, given: Given, num_row_blocks: int | None, plan: torch.Tensor | None = None
+    ) -> PendingForward:
+        if plan is None:
+            plan = self._empty(self._sizes.plan_bytes)
         self.num_calls += 1  # what comes now concerns every rank
         self.unfollowed = ()
         problem = self._prepare()
@@ -523,10 +553,10 @@ class KernelBackend(Backend):
             router = None  # it has run in the plan
         try:
             if buffers is None:
-                buffers = self._make_buffers(blocks, given, training=training)
-            rows, preact, scratch, out = buffers
+                buffers = self._make_buffers(blocks, given, training=training, plan=pending.plan)
+            rows, preact, scratch, out, plan = buffers
             ops.forward(
-                pending.plan,
+                plan,
                 tables.maps,
                 tables.copies,
                 tables.biases,
@@ -538,8 +568,8 @@ class KernelBackend(Backend):
                 making is not None and making.is_current,
                 is_planned,
                 given.layer,
-                ctypes.addressof(problem),
-                ctypes.addressof(pending.group),
+                self._sizes.plan_bytes,
+                *_addresses(problem, pending.group),
                 *ops.arguments(given, router, is_settled=pending.is_settled),
             )
         except BaseException:

@@ -11,6 +11,7 @@ import platform
 import re
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,19 +295,24 @@ class Packed(threading.local):
 
     Args:
         kind: The struct.
+
+    Attributes:
+        at: Writes all fields after the size, pointers as numbers; returns the struct's address.
     """
+
+    at: Callable[..., int]
 
     def __init__(self, kind: type[_Sized]) -> None:
         packer = struct.Struct("".join(_CODES[field[1]] for field in kind._fields_))
-        self._memory = ctypes.create_string_buffer(ctypes.sizeof(kind))
-        self._address = ctypes.addressof(self._memory)
-        self._size = ctypes.sizeof(kind)
-        self._pack_into = packer.pack_into
+        size = ctypes.sizeof(kind)
+        memory = ctypes.create_string_buffer(size)
+        pack_into, address = packer.pack_into, ctypes.addressof(memory)
 
-    def at(self, *values: object) -> int:
-        """Writes all fields after the size, pointers as numbers; returns the struct's address."""
-        self._pack_into(self._memory, 0, self._size, *values)
-        return self._address
+        def at(*values: object) -> int:
+            pack_into(memory, 0, size, *values)
+            return address
+
+        self.at = at  # found by one look into what the thread has
 
 
 _STRUCTS = (

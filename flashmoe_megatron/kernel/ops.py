@@ -2,7 +2,8 @@
 
 If none of them looks, a launch is a plain call: the dispatcher takes as long as all else that
 is done here. No other file registers operators. The caller makes the buffers, since it knows their
-sizes; ``problem`` and ``group`` are addresses of the library's structs, alive during the call.
+sizes; a forward without ``scratch`` has it after the ``plan_bytes`` of its plan's memory.
+``problem`` and ``group`` are addresses of the library's structs, alive during the call.
 Gradients are not registered here: the autograd function is outside, which costs half as much per
 call.
 Everything here runs before a launch, while the GPU may be idle, so structs are packed into memory
@@ -29,8 +30,9 @@ _INPUT = (
 for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
     "forward(Tensor(a!) plan, Tensor weight_maps, Tensor(f!)? weight_copies, Tensor? biases,"
-    " Tensor(b!)? rows, Tensor(c!)? preact, Tensor(d!) scratch, Tensor(e!) out, int num_row_blocks,"
-    " bool copies_are_current, bool is_planned, int layer, int problem, int group,"
+    " Tensor(b!)? rows, Tensor(c!)? preact, Tensor(d!)? scratch, Tensor(e!) out,"
+    " int num_row_blocks, bool copies_are_current, bool is_planned, int layer, int plan_bytes,"
+    " int problem, int group,"
     f" {_INPUT}) -> ()",
     "settle(Tensor route_counts, Tensor? weight_maps, Tensor? biases, int problem, int group)"
     " -> ()",
@@ -133,16 +135,18 @@ def _forward(
     biases: torch.Tensor | None,
     rows: torch.Tensor | None,
     preact: torch.Tensor | None,
-    scratch: torch.Tensor,
+    scratch: torch.Tensor | None,
     out: torch.Tensor,
     num_row_blocks: int,
     copies_are_current: bool,
     is_planned: bool,
     layer: int,
+    plan_bytes: int,
     problem: int,
     group: int,
     *given: Any,
 ) -> None:
+    of_plan = plan.data_ptr()
     launch = _LAUNCHES.at(
         num_row_blocks,
         out.shape[0],
@@ -150,13 +154,13 @@ def _forward(
         layer,
         0,
         copies_are_current,
-        plan.data_ptr(),
+        of_plan,
         weight_maps.data_ptr(),
         0 if weight_copies is None else weight_copies.data_ptr(),
         0 if biases is None else biases.data_ptr(),
         0 if rows is None else rows.data_ptr(),
         0 if preact is None else preact.data_ptr(),
-        scratch.data_ptr(),
+        of_plan + plan_bytes if scratch is None else scratch.data_ptr(),
         out.data_ptr(),
         0,
         0,

@@ -45,7 +45,10 @@ def zeros_where_copies_write(num_ranks: int) -> Iterator[None]:
         scratch[first : first + 2 * matrices * num_rows * hidden].zero_()
 
     def zeroed_forward(*given: Any) -> None:
-        _plan, _maps, _copies, _biases, rows, _preact, scratch, out, num_blocks, *_ = given
+        plan, _maps, _copies, _biases, rows, _preact, scratch, out, num_blocks = given[:9]
+        if scratch is None:
+            plan_bytes = given[12]
+            scratch = plan[plan_bytes:]
         if rows is not None:
             rows.zero_()
         zero_rows(scratch, num_blocks, out.shape[1], 1)  # results

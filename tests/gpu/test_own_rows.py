@@ -64,11 +64,10 @@ def note_rows(backend: KernelBackend, noted: list[torch.Tensor]) -> None:
     """Notes the rows of all buffers that a backend makes from now on."""
     make = backend._make_buffers
 
-    def make_and_note(num_row_blocks: int, given: Given, *, training: bool) -> _Buffers:
-        buffers = make(num_row_blocks, given, training=training)
-        rows, *_ = buffers
-        assert rows is not None
-        noted.append(rows)
+    def make_and_note(num_row_blocks: int, given: Given, **options: Any) -> _Buffers:
+        buffers = make(num_row_blocks, given, **options)
+        assert buffers.rows is not None
+        noted.append(buffers.rows)
         return buffers
 
     backend._make_buffers = make_and_note  # type: ignore[method-assign]

@@ -5,13 +5,39 @@ from typing import Any
 import pytest
 import torch
 
-from flashmoe_megatron.config import KEEPS
-from flashmoe_megatron.kernel.backend import SavedForward
+from flashmoe_megatron.config import KEEPS, MoEConfig
+from flashmoe_megatron.kernel.backend import KernelBackend, SavedForward
 from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 from tests.unit.simulated_gpus import Gpus, Library, install, make_backend
 
 OPTIONS = ("auto", *KEEPS)
+
+
+def forward(
+    monkeypatch: pytest.MonkeyPatch,
+    config: MoEConfig,
+    tokens: torch.Tensor,
+    *,
+    keep: str = "auto",
+    row_bound: float | None = None,
+    training: bool = True,
+    **arguments: Any,
+) -> tuple[KernelBackend, Any]:
+    """Runs a forward on a simulated GPU; returns its backend and what it has saved."""
+    gpus = Gpus(1, 0, slow=0)
+    install(gpus, monkeypatch)
+    backend = make_backend(config, 0, keep=keep, row_bound=row_bound)
+    chosen = torch.arange(config.topk).repeat(len(tokens), 1)
+    num = config.num_experts
+    weights = ExpertWeights(
+        (torch.zeros(num, config.fc1_rows, config.hidden, dtype=torch.bfloat16),),
+        (torch.zeros(num, config.hidden, config.intermediate, dtype=torch.bfloat16),),
+    )
+    probs = torch.ones(chosen.shape)
+    saved = backend.forward(tokens, probs, chosen, weights, training=training, **arguments)[1]
+    gpus.wait(0)
+    return backend, saved
 
 
 def kept(
@@ -23,22 +49,11 @@ def kept(
     **arguments: Any,
 ) -> tuple[bool, bool]:
     """Tells whether a forward has kept rows, and whether it has kept tokens."""
-    gpus = Gpus(1, 0, slow=0)
     monkeypatch.setattr(Library, "reads_tokens", reads_tokens)
-    install(gpus, monkeypatch)
     config = cases.make_config(num_ranks=1, intermediate=intermediate)
-    backend = make_backend(config, 0, keep=keep)
-    assert backend.reads_tokens == reads_tokens
     tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
-    chosen = torch.arange(config.topk).repeat(4, 1)
-    num = config.num_experts
-    weights = ExpertWeights(
-        (torch.zeros(num, config.fc1_rows, config.hidden, dtype=torch.bfloat16),),
-        (torch.zeros(num, config.hidden, config.intermediate, dtype=torch.bfloat16),),
-    )
-    probs = torch.ones(chosen.shape)
-    saved = backend.forward(tokens, probs, chosen, weights, training=True, **arguments)[1]
-    gpus.wait(0)
+    backend, saved = forward(monkeypatch, config, tokens, keep=keep, **arguments)
+    assert backend.reads_tokens == reads_tokens
     assert isinstance(saved, SavedForward)
     assert saved.x is None or saved.x is tokens
     return saved.rows is not None, saved.x is not None
@@ -74,3 +89,29 @@ def test_frozen_experts_keep_neither(
     reads_tokens: bool, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert kept(monkeypatch, keep, reads_tokens=reads_tokens, trains_fc1=False) == (False, False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_evaluations_plan_and_scratch_are_one_allocation(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = KernelBackend._make_buffers
+
+    def note(*given: Any, **options: Any) -> Any:
+        made.append(make(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(KernelBackend, "_make_buffers", note)
+    config = cases.make_config(num_ranks=1)
+    tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
+    backend, _ = forward(monkeypatch, config, tokens, row_bound=2.0, training=training)
+    (buffers,) = made
+    sizes, blocks = backend._sizes, backend._bounds[training]
+    scratch_bytes = blocks * sizes.scratch_block_bytes[False]
+    if training:
+        assert buffers.plan.nbytes == sizes.plan_bytes
+        assert buffers.scratch.nbytes == scratch_bytes
+    else:
+        assert buffers.scratch is None
+        assert buffers.plan.nbytes == sizes.plan_bytes + scratch_bytes

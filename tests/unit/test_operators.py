@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashmoe_megatron.call import Given
+
 COUNTS = torch.zeros(2, dtype=torch.int32)
 
 
@@ -57,7 +59,7 @@ def test_each_thread_packs_a_struct_of_its_own() -> None:
     num_fields = len(bindings.FlashMoELaunch._fields_) - 1
     here = packed.at(*[1] * num_fields)
     with ThreadPoolExecutor(1) as pool:
-        there = pool.submit(packed.at, *[2] * num_fields).result()
+        there = pool.submit(lambda: packed.at(*[2] * num_fields)).result()
         assert (
             bindings.FlashMoELaunch.from_address(here).plan,
             bindings.FlashMoELaunch.from_address(there).plan,
@@ -96,3 +98,29 @@ def test_a_dispatch_mode_sees_an_operator(calls: list[str]) -> None:
     with Names() as mode:
         ops.settle(COUNTS, None, None, 1, 2)
     assert (mode.names, calls[1:]) == (["flashmoe.settle.default"], ["operator"])
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_scratch_without_memory_of_its_own_follows_the_plan(
+    has_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashmoe_megatron.kernel import bindings, ops
+
+    launches: list[bytes] = []
+
+    def forward(_problem: int, _group: int, _given: int, launch: int, _is_planned: bool) -> int:
+        launches.append(ctypes.string_at(launch, ctypes.sizeof(bindings.FlashMoELaunch)))
+        return bindings.OK
+
+    monkeypatch.setattr(bindings, "function", {"forward": forward}.__getitem__)
+    plan, scratch = (torch.empty(512, dtype=torch.uint8) for _ in range(2))
+    x, probs = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 4)
+    given = Given(x, probs, probs > 0, training=False, followed=False)
+    own = scratch if has_own else None
+    ops.forward(
+        *(plan, plan, None, None, None, None, own, x, 1, False, False, 0, 256, 1, 2),
+        *ops.arguments(given, None, is_settled=False),
+    )
+    found = bindings.FlashMoELaunch.from_buffer_copy(launches[0])
+    assert found.plan == plan.data_ptr()
+    assert found.scratch == (scratch.data_ptr() if has_own else plan.data_ptr() + 256)

@@ -29,6 +29,8 @@ PADS_OF_FEW = "        for (int row = first; row < end; ++row) A::write(&here_.r
 
 FEW_STATES = 20_000
 """In which nearly every mutant is found."""
+SIZES = 5
+"""Up to which the order of tiles is enumerated for mutants of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Mutant:
             reports, a wrong value or a hang. They find more than those that are marked so, which
             each stand for a kind; what they cannot see is scopes, and what TMA does.
         edits: ``(file, text, replacement)``; each text is once in its file.
-        states: It is found in fewer states of the scenario, or runs of a random walk.
+        states: It is found in fewer states of the scenario, or runs of a random walk, or for
+            smaller sizes of the order of tiles.
     """
 
     name: str
@@ -917,6 +920,59 @@ MUTANTS = [
         HANG,
         False,
         ((ORDER, "return in_group(0, step, ticket);", "return in_group(1, step, ticket);"),),
+    ),
+    Mutant(
+        "GEMM1 of a group is mixed with its own GEMM0",
+        "mixed",
+        HANG,
+        False,
+        ((ORDER, "return in_group(1, step - lag, before);", "return in_group(1, step, before);"),),
+    ),
+    Mutant(
+        "GEMM0 of a mixed step has the places of GEMM1, too",
+        "order",
+        "no tile",
+        False,
+        (
+            (
+                ORDER,
+                "return in_group(0, step, ticket - before);",
+                "return in_group(0, step, ticket);",
+            ),
+        ),
+        SIZES,
+    ),
+    Mutant(
+        "a mixed step has GEMM0 first",
+        "order",
+        "products are apart",
+        False,
+        ((ORDER, "if (is_mixed) {", "if (is_mixed and lag < 0) {"),),
+        SIZES,
+    ),
+    Mutant(
+        "GEMM1 of five stages is mixed",
+        "order",
+        "the wrong products are mixed",
+        False,
+        ((ORDER, "kMostStages[2] = {24, 4};", "kMostStages[2] = {24, 5};"),),
+        SIZES,
+    ),
+    Mutant(
+        "products with large weights are mixed",
+        "order",
+        "the wrong products are mixed",
+        False,
+        ((ORDER, "kMostStages[2] = {24, 4};", "kMostStages[2] = {64, 4};"),),
+        SIZES,
+    ),
+    Mutant(
+        "a forward that keeps its pre-activations is mixed",
+        "order",
+        "the wrong products are mixed",
+        False,
+        ((ORDER, "return keeps_nothing and gemm0_stages", "return gemm0_stages"),),
+        SIZES,
     ),
     Mutant(
         "weight gradients do not wait for the blocks' GEMM0",

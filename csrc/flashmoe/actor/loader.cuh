@@ -328,10 +328,12 @@ template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            const Ring& ring,
                                            TileMailbox& mailbox) {
+    constexpr bool kIsPlainForward = kMayMix and not Pass::kIsBackward;
     const TileSchedule schedule{args.plan.units,
                                 {args.plan.header->num_units,
                                  args.group_units,
                                  args.lag,
+                                 kIsPlainForward and args.is_mixed,
                                  {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;
@@ -417,7 +419,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
                         [&](auto& stage, int k) {
-                            gather_box(rows, args.x, k * BLOCK_K, stage.a[0]);
+                            gather_box<kIsPlainForward>(rows, args.x, k * BLOCK_K, stage.a[0]);
                         },
                         [] {}, take, announce);
                     return;

@@ -56,6 +56,9 @@ enum class RowAccess : int {
     kOwnInPlace,  // a block of own rows alone where tokens have them, any other block in copies
 };
 
+// Forwards with spare slots, and those in FP8, never mix their products (LayerArgs::is_mixed).
+constexpr bool kMayMix = not kIsFp8 and not kHasReplicas;
+
 struct LayerArgs {
     Shape shape;
     Heap heap;
@@ -85,6 +88,7 @@ struct LayerArgs {
     int rows_per_ticket;     // rows that a dispatch warp takes at a time
     int rows_per_unit;       // that a warp delivers at a time
     bool finishers_combine;  // while GEMM1's outputs are not there yet; not in a tree's order
+    bool is_mixed;           // TileOrder::is_mixed; forward
     Activation activation;
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward

@@ -7,6 +7,11 @@ namespace flashmoe {
 
 constexpr int kMostUnitRows = 4;  // most of LayerArgs::rows_per_unit
 
+// Rows of a token that a warp has in flight. Two do not keep memory busy; a backward, a pass in FP8
+// and one with spare slots have no registers for more.
+template <bool kIsBackward>
+constexpr int kRowsInFlight = kIsBackward or kIsFp8 or kHasReplicas ? 2 : 4;
+
 // The gradient of a route's probability, from the partial sums of its row's tiles.
 __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) {
     float sum = 0.0f;
@@ -173,7 +178,7 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
                 target, int(row_bytes / 16), protocol::leaves_of_rank(args.shape.num_ranks),
                 [&] { return DeliveredRows(args.result, row_bytes, row, leaf, routes); });
         } else {
-            sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
+            sum_rows<T, kUnroll, kRowsInFlight<kIsBackward>>(target, int(row_bytes / 16), [&] {
                 return [&, left = routes]() mutable -> const uint4* {
                     if (left == 0) return nullptr;
                     const int64_t from = __shfl_sync(~0u, row, __ffs(left) - 1);

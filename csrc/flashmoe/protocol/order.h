@@ -4,6 +4,10 @@
 // mixed took a tenth longer where weights are large. Within a group the unit moves fastest:
 // neighbouring clusters read the same weights.
 //
+// Where GEMM1 is short (mixes_products), the tickets of both products alternate within a step. A
+// finisher takes as long to store a tile of few stages as processors to compute it, so that they
+// would wait for it while all multiprocessors store at once.
+//
 // A tile waits only for rows, or for tiles with smaller tickets, so that no wait is circular.
 #pragma once
 
@@ -20,10 +24,21 @@ struct TilePlace {
     static constexpr int kNone = -1;
 };
 
+// True if a pass mixes its products, by the stages of a tile of each. Where GEMM0 has many, its
+// weights are large, and a forward that keeps pre-activations stores more for GEMM0 than for GEMM1:
+// there a mixed order takes longer.
+FLASHMOE_PROTOCOL_CONST bool mixes_products(bool keeps_nothing,
+                                            int gemm0_stages,
+                                            int gemm1_stages) {
+    constexpr int kMostStages[2] = {24, 4};
+    return keeps_nothing and gemm0_stages <= kMostStages[0] and gemm1_stages <= kMostStages[1];
+}
+
 struct TileOrder {
     int num_units;
     int group_units;
-    int lag;  // 1 or more: what GEMM1 reads is finished while the steps between are computed
+    int lag;        // 1 or more: what GEMM1 reads is finished while the steps between are computed
+    bool is_mixed;  // a step's tickets of both products alternate
     int num_n_tiles[2];
 
     FLASHMOE_PROTOCOL int num_tickets() const {
@@ -37,8 +52,15 @@ struct TileOrder {
                        ? ticket / (group_units * num_n_tiles[0])
                        : lag + (ticket - first) / (group_units * (num_n_tiles[0] + num_n_tiles[1]));
         while (tickets_before(step + 1) <= ticket) ++step;
+        const int in_step = tickets_before(step + 1) - tickets_before(step);
         ticket -= tickets_before(step);
         const int gemm0 = (units_before(step + 1) - units_before(step)) * num_n_tiles[0];
+        if (is_mixed) {
+            const int gemm1 = in_step - gemm0;
+            const int before = ticket * gemm1 / in_step;  // GEMM1's share of the tickets so far
+            if ((ticket + 1) * gemm1 / in_step > before) return in_group(1, step - lag, before);
+            return in_group(0, step, ticket - before);
+        }
         if (ticket < gemm0) return in_group(0, step, ticket);
         return in_group(1, step - lag, ticket - gemm0);
     }

@@ -4,6 +4,8 @@
 // explore order MOST                 the order of tiles, for all sizes up to MOST
 //
 // Prints one line of JSON; exits with 1 and the way there if a rule broke.
+#include <cstdlib>
+
 #include "explorer.h"
 #include "scenarios.h"
 
@@ -68,7 +70,7 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         s.topk = 1 + random.below(s.experts < 3 ? s.experts : 3);
         s.tokens = 1 + random.below(3);
         s.block_rows = 2, s.warps = 1 + random.below(2), s.group_units = 1 + random.below(2);
-        s.lag = 1 + s.group_units % 2;
+        s.lag = 1 + s.group_units % 2, s.is_mixed = done / kRunsEach % 2 == 1;
         s.n_tiles[0] = 1 + random.below(2), s.n_tiles[1] = 1 + random.below(2);
         s.rows_per_ticket = 1 + random.below(3), s.chunk_tokens = 1 + random.below(2);
         s.unit_rows = 1 + random.below(3), s.finishers_combine = random.below(2) == 0;
@@ -105,33 +107,74 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
 
 // Every tile has one ticket, and GEMM1 of a unit has larger ones than all of its GEMM0: a wait for
 // tiles is a wait for those who came before.
+const char* fault_of(const protocol::TileOrder& order) {
+    const int units = order.num_units, (&n_tiles)[2] = order.num_n_tiles;
+    const int count = units * (n_tiles[0] + n_tiles[1]);
+    std::vector<int> done(units), seen(count);
+    for (int ticket = 0; ticket < count; ++ticket) {
+        const protocol::TilePlace place = order.at(ticket);
+        const bool is_tile = place.gemm >= 0 and place.gemm < 2 and place.unit >= 0 and
+                             place.unit < units and place.n >= 0 and place.n < n_tiles[place.gemm];
+        if (not is_tile) return "no tile";
+        const int first = place.gemm * units * n_tiles[0];
+        if (seen[first + place.unit * n_tiles[place.gemm] + place.n]++) {
+            return "a tile has two tickets";
+        }
+        if (place.gemm == 0) ++done[place.unit];
+        if (place.gemm == 1 and done[place.unit] != n_tiles[0]) {
+            return "GEMM1 comes before its GEMM0";
+        }
+    }
+    if (order.at(count).gemm != protocol::TilePlace::kNone) return "the order has no end";
+    return nullptr;
+}
+
+// Within a step of both products that is mixed, each product has its share of any tickets that
+// follow one another, to within one.
+const char* fault_of_mix(const protocol::TileOrder& order) {
+    const int gemm0 = order.group_units * order.num_n_tiles[0];
+    const int gemm1 = order.group_units * order.num_n_tiles[1], in_step = gemm0 + gemm1;
+    int found = 0;
+    for (int i = 0; i < in_step; ++i) {  // the first step that has GEMM1
+        found += order.at(order.lag * gemm0 + i).gemm;
+        if (std::abs(found * in_step - (i + 1) * gemm1) >= in_step) return "products are apart";
+    }
+    return nullptr;
+}
+
 int order(int most) {
     long tickets = 0;
+    const auto fail = [](const char* fault) {
+        std::printf("{\"scenario\": \"order\", \"failure\": \"%s\"}\n", fault);
+        return 1;
+    };
+    struct Mixed {
+        bool keeps_nothing;
+        int gemm0_stages, gemm1_stages;
+        bool is_mixed;
+    };
+    for (const Mixed& one :
+         {Mixed{true, 12, 1, true}, Mixed{true, 12, 4, true}, Mixed{true, 24, 4, true},
+          Mixed{true, 25, 4, false}, Mixed{true, 64, 4, false}, Mixed{true, 12, 5, false},
+          Mixed{true, 24, 8, false}, Mixed{false, 12, 1, false}, Mixed{false, 24, 4, false}}) {
+        if (protocol::mixes_products(one.keeps_nothing, one.gemm0_stages, one.gemm1_stages) !=
+            one.is_mixed) {
+            return fail("the wrong products are mixed");
+        }
+    }
     for (int units = 0; units <= most; ++units) {
         for (int group = 1; group <= most; ++group) {
             for (int n = 2; n <= 2 * most * most + 1; ++n) {
                 const int lag = 1 + n % 2;
                 const int n_tiles[2] = {1 + n / 2 % most, 1 + n / 2 / most % most};
-                const protocol::TileOrder order{units, group, lag, {n_tiles[0], n_tiles[1]}};
-                const int count = units * (n_tiles[0] + n_tiles[1]);
-                std::vector<int> done(units), seen(count);
-                for (int ticket = 0; ticket < count; ++ticket, ++tickets) {
-                    const protocol::TilePlace place = order.at(ticket);
-                    const bool is_tile = place.gemm >= 0 and place.gemm < 2 and place.unit >= 0 and
-                                         place.unit < units and place.n >= 0 and
-                                         place.n < n_tiles[place.gemm];
-                    if (not is_tile) return std::fprintf(stderr, "no tile\n"), 1;
-                    const int first = place.gemm * units * n_tiles[0];
-                    if (seen[first + place.unit * n_tiles[place.gemm] + place.n]++) {
-                        return std::fprintf(stderr, "a tile has two tickets\n"), 1;
-                    }
-                    if (place.gemm == 0) ++done[place.unit];
-                    if (place.gemm == 1 and done[place.unit] != n_tiles[0]) {
-                        return std::fprintf(stderr, "GEMM1 comes before its GEMM0\n"), 1;
-                    }
-                }
-                if (order.at(count).gemm != protocol::TilePlace::kNone) {
-                    return std::fprintf(stderr, "the order has no end\n"), 1;
+                for (const bool is_mixed : {false, true}) {
+                    const protocol::TileOrder order{
+                        units, group, lag, is_mixed, {n_tiles[0], n_tiles[1]}};
+                    const bool has_whole_step = is_mixed and units >= (lag + 1) * group;
+                    const char* fault = fault_of(order);
+                    if (fault == nullptr and has_whole_step) fault = fault_of_mix(order);
+                    if (fault != nullptr) return fail(fault);
+                    tickets += order.num_tickets();
                 }
             }
         }
@@ -144,7 +187,7 @@ int order(int most) {
                 const auto [m, n] = order.at(index);
                 const bool is_tile = m >= 0 and m < num_m and n >= 0 and n < num_n;
                 if (not is_tile or seen[n * num_m + m]++) {
-                    return std::fprintf(stderr, "a weight gradient's tile is lost\n"), 1;
+                    return fail("a weight gradient's tile is lost");
                 }
             }
         }

@@ -39,6 +39,7 @@ struct Sizes {
     int warps;               // that share a tile, and count it
     int group_units;         // what the order of tiles advances by
     int lag = 1;             // of GEMM1, in such steps
+    bool is_mixed = false;   // their tickets of both products alternate
     int rows_per_ticket;     // of dispatch
     int unit_rows;           // of deliver
     int chunk_tokens;        // of reduce
@@ -895,8 +896,11 @@ class Agent {
 
     void compute_tiles(const Launch& launch, uint32_t epoch) {
         const uint64_t header = A::read(&here_.header[0]);
-        const protocol::TileOrder order{
-            int(header & 0xffff), s_.group_units, s_.lag, {s_.n_tiles[0], s_.n_tiles[1]}};
+        const protocol::TileOrder order{int(header & 0xffff),
+                                        s_.group_units,
+                                        s_.lag,
+                                        s_.is_mixed,
+                                        {s_.n_tiles[0], s_.n_tiles[1]}};
         bool has_counted_grads = false;
         for (int ticket = cta_;; ticket = int(protocol::take_after_own<A>(here_.counter(M::kTile),
                                                                           uint32_t(s_.ctas)))) {

@@ -106,6 +106,15 @@ inline std::vector<Scenario> small_scenarios() {
         all.push_back({"ahead", s, {launch_of(Kind::kForward, s, {{{0, 1}, {0, 2}}})}});
     }
     {
+        // One GPU whose steps have tickets of both products that alternate; units of two blocks.
+        Sizes s{};
+        s.ranks = 1, s.ctas = 1, s.agents = 2, s.experts = 2, s.topk = 1, s.tokens = 4;
+        s.block_rows = 1, s.n_tiles[0] = s.n_tiles[1] = 2, s.warps = 1, s.group_units = 1;
+        s.is_mixed = true, s.row_access = RowAccess::kInPlace;
+        s.rows_per_ticket = s.unit_rows = 2, s.chunk_tokens = 2;
+        all.push_back({"mixed", s, {launch_of(Kind::kForward, s, {{{0}, {0}, {1}, {1}}})}});
+    }
+    {
         // Three GPUs, one agent each; empty experts, a rank without tokens.
         Sizes s{};
         s.ranks = 3, s.ctas = 1, s.agents = 1, s.experts = 3, s.topk = 2, s.tokens = 1;

@@ -68,6 +68,7 @@ int main(int argc, char** argv) {
         s.tokens = 1 + random.below(12);
         s.block_rows = 1 + random.below(4), s.warps = 1 + random.below(2);
         s.group_units = 1 + random.below(3), s.lag = 1 + s.group_units % 2;
+        s.is_mixed = groups % 2 == 1;
         s.n_tiles[0] = 1 + random.below(3), s.n_tiles[1] = 1 + random.below(3);
         s.rows_per_ticket = 1 + random.below(4), s.chunk_tokens = 1 + random.below(4);
         s.unit_rows = 1 + random.below(4), s.finishers_combine = random.below(2) == 0;

@@ -416,10 +416,11 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 if (reads_own_in_place(args)) is_in_place = is_own;
                 if (is_in_place) {
                     const GatheredRows rows(args.plan, tile.m * BLOCK_M, args.shape.token_bytes());
+                    const bool have_pads = not kIsPlainForward or rows.have_pads();
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
                         [&](auto& stage, int k) {
-                            gather_box<kIsPlainForward>(rows, args.x, k * BLOCK_K, stage.a[0]);
+                            gather_box(rows, have_pads, args.x, k * BLOCK_K, stage.a[0]);
                         },
                         [] {}, take, announce);
                     return;

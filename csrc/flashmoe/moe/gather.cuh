@@ -33,24 +33,24 @@ class GatheredRows {
             are_tokens_ |= uint32_t(of_row >= 0) << i;
             chunk_[i] = uint32_t(max(of_row, 0)) * uint32_t(row_bytes / 16) + uint32_t(lane % 8);
         }
-        has_pads_ = __any_sync(~0u, are_tokens_ != ~0u);
     }
     __device__ __forceinline__ uint32_t chunk(int i) const { return chunk_[i]; }
     // A bit for each row that has a token; the others are pads.
     __device__ __forceinline__ uint32_t are_tokens() const { return are_tokens_; }
-    __device__ __forceinline__ bool has_pads() const { return has_pads_; }
+    __device__ __forceinline__ bool have_pads() const {
+        return __any_sync(~0u, are_tokens_ != ~0u);
+    }
 
  private:
     uint32_t chunk_[kCount];
     uint32_t are_tokens_ = 0;
-    bool has_pads_;
 };
 static_assert(GatheredRows::kCount == 32);
 
 // Copies 64 columns of each row into a box, as TMA's 128-byte swizzle has them; zeros for pad rows.
-// With kAsksForPads a block without pads has no predicates, which are half of the instructions.
-template <bool kAsksForPads>
+// Half of the instructions are predicates, for which rows without pads have no need.
 __device__ __forceinline__ void gather_box(const GatheredRows& rows,
+                                           bool have_pads,
                                            const char* x,
                                            int column,
                                            uint8_t (&box)[kBoxBytes]) {
@@ -62,15 +62,15 @@ __device__ __forceinline__ void gather_box(const GatheredRows& rows,
     const uint32_t to = uint32_t(__cvta_generic_to_shared(box)) + row * kBoxRowBytes;
     // Row r has its chunk c at c ^ (r % 8); of a lane's rows every other one is 4 modulo 8 away.
     const uint32_t even = to + (chunk ^ row) * 16, odd = to + (chunk ^ row ^ kGatherRows) * 16;
-    const auto copy = [&](auto has_pads) {
+    const auto copy = [&](auto have_pads) {
 #pragma unroll
         for (int i = 0; i < GatheredRows::kCount; ++i) {
             if (i == GatheredRows::kCount / 2) ptx::delay_point();  // other copies come late
             ptx::copy_16_async((i % 2 == 0 ? even : odd) + i * kGatherRows * kBoxRowBytes,
-                               from + rows.chunk(i), not has_pads() or (are_tokens >> i & 1));
+                               from + rows.chunk(i), not have_pads() or (are_tokens >> i & 1));
         }
     };
-    if (not kAsksForPads or rows.has_pads()) {
+    if (have_pads) {
         copy(std::true_type{});
     } else {
         copy(std::false_type{});

@@ -17,7 +17,6 @@ COMPLETE = {
     "ranks3_refused_twice": 50,
     "ranks3_unmatched": 440,
     "ranks3_unfollowed_large": 40,
-<<<<<<< HEAD
     "ctas2": 780,
     "ctas2_grads": 1_900,
     "ctas2_grads_slots": 1_200,
@@ -29,19 +28,8 @@ COMPLETE = {
     "quantized": 510,
     "quantized_plan": 370,
     "in_place": 440,
+    "mixed": 200,
     "not_copied": 250,
-=======
-    "ctas2": 2_400,
-    "ctas2_grads": 5_500,
-    "ctas2_grads_slots": 3_600,
-    "first_copied": 16_000,
-    "own_routes": 1_200,
-    "quantized": 1_000,
-    "quantized_plan": 1_000,
-    "in_place": 1_200,
-    "mixed": 340,
-    "not_copied": 400,
->>>>>>> ff1552a3 (Mix both products' tiles in evaluations of narrow experts, and gather blocks without pads by half of the instructions)
     "ranks2_own": 8_000,
     "ahead": 76_000,
 }

@@ -28,7 +28,7 @@ COMPLETE = {
     "quantized": 510,
     "quantized_plan": 370,
     "in_place": 440,
-    "mixed": 200,
+    "mixed": 340,
     "not_copied": 250,
     "ranks2_own": 8_000,
     "ahead": 76_000,

@@ -328,7 +328,7 @@ template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            const Ring& ring,
                                            TileMailbox& mailbox) {
-    constexpr bool kIsPlainForward = kMayMix and not Pass::kIsBackward;
+    constexpr bool kIsPlainForward = kIsPlain and not Pass::kIsBackward;
     const TileSchedule schedule{args.plan.units,
                                 {args.plan.header->num_units,
                                  args.group_units,

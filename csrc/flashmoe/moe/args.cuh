@@ -56,8 +56,9 @@ enum class RowAccess : int {
     kOwnInPlace,  // a block of own rows alone where tokens have them, any other block in copies
 };
 
-// Forwards with spare slots, and those in FP8, never mix their products (LayerArgs::is_mixed).
-constexpr bool kMayMix = not kIsFp8 and not kHasReplicas;
+// Passes in FP8 and those with spare slots have few registers left, and keep to forms with less in
+// flight and one order of tiles.
+constexpr bool kIsPlain = not kIsFp8 and not kHasReplicas;
 
 struct LayerArgs {
     Shape shape;

@@ -7,10 +7,10 @@ namespace flashmoe {
 
 constexpr int kMostUnitRows = 4;  // most of LayerArgs::rows_per_unit
 
-// Rows of a token that a warp has in flight. Two do not keep memory busy; a backward, a pass in FP8
-// and one with spare slots have no registers for more.
+// Rows of a token that a warp has in flight. Two do not keep memory busy, but a backward has no
+// registers for more.
 template <bool kIsBackward>
-constexpr int kRowsInFlight = kIsBackward or kIsFp8 or kHasReplicas ? 2 : 4;
+constexpr int kRowsInFlight = kIsPlain and not kIsBackward ? 4 : 2;
 
 // The gradient of a route's probability, from the partial sums of its row's tiles.
 __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) {

@@ -955,7 +955,7 @@ MUTANTS = [
         "order",
         "the wrong products are mixed",
         False,
-        ((ORDER, "kMostStages[2] = {24, 4};", "kMostStages[2] = {24, 5};"),),
+        ((ORDER, "kMostStages[2] = {32, 4};", "kMostStages[2] = {32, 5};"),),
         SIZES,
     ),
     Mutant(
@@ -963,7 +963,7 @@ MUTANTS = [
         "order",
         "the wrong products are mixed",
         False,
-        ((ORDER, "kMostStages[2] = {24, 4};", "kMostStages[2] = {64, 4};"),),
+        ((ORDER, "kMostStages[2] = {32, 4};", "kMostStages[2] = {64, 4};"),),
         SIZES,
     ),
     Mutant(

@@ -26,7 +26,7 @@ __device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
 
 // Sums rows of `chunks` 16-byte chunks into `target`. Each call of next_row gives one more row, or
 // null past the last. Each lane has kUnroll chunks of kRows rows in flight. Scope: one warp.
-template <class T, int kUnroll, int kRows = 2, class Rows>
+template <class T, int kUnroll, int kRows, class Rows>
 __device__ __forceinline__ void sum_rows(char* target, int chunks, Rows rows) {
     // The loops are uniform over the warp, since next_row may shuffle.
     for (int first = 0; first < chunks; first += 32 * kUnroll) {

@@ -30,7 +30,7 @@ struct TilePlace {
 FLASHMOE_PROTOCOL_CONST bool mixes_products(bool keeps_nothing,
                                             int gemm0_stages,
                                             int gemm1_stages) {
-    constexpr int kMostStages[2] = {24, 4};
+    constexpr int kMostStages[2] = {32, 4};
     return keeps_nothing and gemm0_stages <= kMostStages[0] and gemm1_stages <= kMostStages[1];
 }
 

@@ -154,9 +154,9 @@ int order(int most) {
         bool is_mixed;
     };
     for (const Mixed& one :
-         {Mixed{true, 12, 1, true}, Mixed{true, 12, 4, true}, Mixed{true, 24, 4, true},
-          Mixed{true, 25, 4, false}, Mixed{true, 64, 4, false}, Mixed{true, 12, 5, false},
-          Mixed{true, 24, 8, false}, Mixed{false, 12, 1, false}, Mixed{false, 24, 4, false}}) {
+         {Mixed{true, 12, 1, true}, Mixed{true, 12, 4, true}, Mixed{true, 32, 4, true},
+          Mixed{true, 33, 4, false}, Mixed{true, 64, 4, false}, Mixed{true, 12, 5, false},
+          Mixed{true, 32, 8, false}, Mixed{false, 12, 1, false}, Mixed{false, 32, 4, false}}) {
         if (protocol::mixes_products(one.keeps_nothing, one.gemm0_stages, one.gemm1_stages) !=
             one.is_mixed) {
             return fail("the wrong products are mixed");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <tuple>
 #include <utility>
 
@@ -131,6 +132,24 @@ KernelEntry quantize_grads_entry_of([[maybe_unused]] const FlashMoEProblem* p) {
     return {};
 }
 
+// Lets a kernel have more shared memory than any may have unasked. It asks once for each kernel and
+// context, since that takes the host as long as a part of a launch. A context's number is not given
+// to another one later, also after a reset.
+int allow_smem(const void* function, int smem_bytes, const char* what) {
+    static decltype(&cuCtxGetId) get_id = nullptr;
+    thread_local std::map<std::pair<unsigned long long, const void*>, int> allowed;
+    unsigned long long context = 0;
+    // A thread that has used no GPU so far has no context.
+    const bool is_known = find_in_driver("cuCtxGetId", &get_id) == FLASHMOE_OK and
+                          get_id(nullptr, &context) == CUDA_SUCCESS;
+    if (is_known and allowed[{context, function}] >= smem_bytes) return FLASHMOE_OK;
+    FLASHMOE_TRY(check_cuda(
+        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+        what));
+    if (is_known) allowed[{context, function}] = smem_bytes;
+    return FLASHMOE_OK;
+}
+
 // Cooperative, so that a grid that cannot be resident as a whole fails instead of hanging.
 template <class... Args>
 int launch(const void* function,
@@ -140,9 +159,7 @@ int launch(const void* function,
            void* stream,
            const char* what,
            const Args&... args) {
-    FLASHMOE_TRY(check_cuda(
-        cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
-        what));
+    FLASHMOE_TRY(allow_smem(function, smem_bytes, what));
     cudaLaunchAttribute cooperative{};
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;

@@ -9,7 +9,7 @@
 
 int main() {
     std::printf("gather_kernel %zu\n", sizeof(flashmoe::GatherSmem));
-    std::printf("layer_kernel %zu\n", sizeof(flashmoe::LayerBuffers));
+    std::printf("layer_kernel %d\n", flashmoe::kLayerSmemBytes);
     std::printf("plan_kernel %d\n", flashmoe::kPlanSmemBytes);
     std::printf("settle_kernel %zu\n", sizeof(flashmoe::SettleSmem));  // or its plan, if larger
     return 0;

@@ -56,9 +56,9 @@ constexpr uint64_t kMaxTimeoutNs = 1ull << 62;   // deadlines are sums of signed
 inline bool is_in_fp8(const FlashMoEProblem* p) { return p->experts != FLASHMOE_AS_GIVEN; }
 inline bool has_fp8_dgrad(const FlashMoEProblem* p) { return p->experts == FLASHMOE_FP8_DGRAD; }
 
-inline int forward_tiles(const FlashMoEProblem* p) {
+inline int forward_tiles(const FlashMoEProblem* p, int columns = BLOCK_N) {
     // Half of a gated tile's columns are `up`.
-    return ceil_div(p->intermediate, p->is_gated ? BLOCK_N / 2 : BLOCK_N);
+    return ceil_div(p->intermediate, p->is_gated ? columns / 2 : columns);
 }
 
 inline int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->intermediate, BLOCK_N); }
@@ -89,6 +89,24 @@ inline bool reads_tokens(const FlashMoEProblem* p, bool is_backward) {
 inline bool reads_own_tokens(const FlashMoEProblem* p) {
     if (is_in_fp8(p) or kHasReplicas or shape_of(p).is_rank_invariant()) return false;
     return p->num_ranks > 1 and forward_tiles(p) <= kMostReads;
+}
+
+// The rows of an expert, on average and with all tokens.
+inline int64_t mean_rows(const FlashMoEProblem* p) {
+    return int64_t(p->num_ranks) * p->max_tokens * p->topk / p->num_experts;
+}
+
+// True if a forward has narrow tiles: of a rank that is alone, if its experts have so few rows that
+// each cluster multiplies two or three tiles. Then clusters would wait between the products for the
+// finishers of wide tiles. A box of weights has gate or up rows for a wide tile.
+inline bool has_narrow_tiles(const FlashMoEProblem* p) {
+    if (kIsFp8 or kHasReplicas or is_in_fp8(p)) return false;
+    return p->num_ranks == 1 and not p->is_gated and mean_rows(p) <= 4 * BLOCK_M;
+}
+
+// The columns of a forward's tiles.
+inline int forward_columns(const FlashMoEProblem* p) {
+    return has_narrow_tiles(p) ? kNarrowColumns : BLOCK_N;
 }
 
 inline int64_t placement_bytes(const FlashMoEProblem* p) {
@@ -304,9 +322,10 @@ inline int check_problem(const FlashMoEProblem* p) {
     }
     // Tickets count tiles in 32 bits, of the layer and of the weights' gradients; every CTA takes
     // one more than there are.
-    const int64_t across = ceil_div(p->hidden, BLOCK_N);
+    const int64_t across = ceil_div(p->hidden, forward_columns(p));
     const int64_t pass =
-        s.max_row_blocks() * (std::max(forward_tiles(p), backward_tiles(p)) + across);
+        s.max_row_blocks() *
+        (std::max(forward_tiles(p, forward_columns(p)), backward_tiles(p)) + across);
     const int64_t weight_grads =
         s.num_local_slots() * across *
         (ceil_div(s.fc1_rows(), BLOCK_N) + ceil_div(p->intermediate, BLOCK_N));

@@ -74,12 +74,19 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
         if (has_fp8_dgrad(p)) return is_backward ? weight_grads_entry() : KernelEntry{};
         if (is_in_fp8(p)) return is_backward ? backward_of_fp8(is_gated) : KernelEntry{};
     }
+    const bool is_fp16 = p->dtype == FLASHMOE_FLOAT16, is_transposed = p->is_transposed != 0;
+    if (not is_backward and has_narrow_tiles(p)) {
+        using namespace kernel_entries;
+        static constexpr KernelEntry (*kNarrow[2][2])() = {
+            {narrow_forward_bf16, narrow_forward_bf16_transposed},
+            {narrow_forward_fp16, narrow_forward_fp16_transposed}};
+        return kNarrow[is_fp16][is_transposed]();
+    }
     using Select = KernelEntry (*)(bool);
     static constexpr Select kEntries[2][2][2] = {
         {{forward_bf16, forward_bf16_transposed}, {backward_bf16, backward_bf16_transposed}},
         {{forward_fp16, forward_fp16_transposed}, {backward_fp16, backward_fp16_transposed}}};
-    const bool is_fp16 = p->dtype == FLASHMOE_FLOAT16;
-    return kEntries[is_fp16][is_backward][p->is_transposed != 0](p->is_gated != 0);
+    return kEntries[is_fp16][is_backward][is_transposed](is_gated);
 }
 
 KernelEntry bias_grad_entry_of(const FlashMoEProblem* p, bool into_float32) {
@@ -334,14 +341,14 @@ int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
 // True if an expert has one unit of rows or less, on average and with all tokens: then no cluster
 // reads weights that another has read.
 bool reads_weights_once(const FlashMoEProblem* p) {
-    const int64_t rows = int64_t(p->num_ranks) * p->max_tokens * p->topk / p->num_experts;
-    return rows <= kClusterSize * BLOCK_M;
+    return mean_rows(p) <= kClusterSize * BLOCK_M;
 }
 
 // The order of a pass's tiles.
 void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
-    args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p);
-    args->num_n_tiles[1] = ceil_div(p->hidden, BLOCK_N);
+    const int columns = is_backward ? BLOCK_N : forward_columns(p);
+    args->num_n_tiles[0] = is_backward ? backward_tiles(p) : forward_tiles(p, columns);
+    args->num_n_tiles[1] = ceil_div(p->hidden, columns);
     args->num_k_blocks[0] = p->hidden / BLOCK_K;
     args->num_k_blocks[1] = gemm1_input(p, is_backward) / BLOCK_K;
     // A step is at least a wave of GEMM0 tiles; in FP8 one and a half, where rows come late.

@@ -16,7 +16,8 @@ namespace flashmoe {
 __device__ __forceinline__ void publish_grads(const LayerArgs& args,
                                               const Handover& handover,
                                               int processor) {
-    static_assert(sizeof(RowCopySmem) <= sizeof(AllOutputs));
+    // No backward has narrow tiles.
+    static_assert(BLOCK_N == kNarrowColumns or sizeof(RowCopySmem) <= sizeof(AllOutputs));
     if (processor == 0 and threadIdx.x % 32 == 0) {
         const uint32_t epoch = current_epoch(args.workspace);
         if constexpr (kIsFp8) {  // a launch ahead has put them there

@@ -202,7 +202,7 @@ template <class Pass>
 __device__ __forceinline__ int begin_of_b(const Shape& shape, int gemm, int n, int box) {
     if (Pass::kGatedForward and gemm == 0) {
         // The gate and up rows of 128 columns: half gate, half up, or both in blocks.
-        static_assert(BLOCK_N == 2 * kBoxRows);
+        static_assert(not Pass::kGatedForward or BLOCK_N == 2 * kBoxRows);
         return shape.glu.gate(n * kBoxRows) + box * shape.glu.half;
     }
     return n * BLOCK_N + box * kBoxRows;

@@ -17,9 +17,16 @@ constexpr bool kIsFp8 = false;
 constexpr int kOperandBytes = kIsFp8 ? 1 : kElementBytes;
 constexpr int kScaleBlock = 128;
 
-// The tile that a CTA multiplies at a time.
+// The tile that a CTA multiplies at a time. In sources that include narrow_tiles.h first it has half
+// the columns. Such a tile reads more for each product, but its finisher is done in half the time,
+// and what a CTA finishes after its first tile, others need while it multiplies its second.
 constexpr int BLOCK_M = 128;  // rows; an expert's segment starts at a multiple of it
-constexpr int BLOCK_N = 256;  // columns
+constexpr int kWideColumns = 256, kNarrowColumns = 128;
+#ifdef FLASHMOE_NARROW_TILES
+constexpr int BLOCK_N = kNarrowColumns;
+#else
+constexpr int BLOCK_N = kWideColumns;
+#endif
 constexpr int BLOCK_K = 128 / kOperandBytes;  // one row of TMA's and wgmma's swizzle
 constexpr int kHalfRows = 64;                 // rows that one processor multiplies: the M of wgmma
 constexpr int kBoxRows = 128;  // rows of M or N in one TMA box, which has BLOCK_K of K: 16 KiB
@@ -48,9 +55,9 @@ static_assert(kLaunchRegisters == 168 and kCommRegisters == (kIsFp8 ? 88 : 152))
 constexpr int kProcessorSums = 4;
 constexpr int kCommSums = kIsFp8 ? 2 : 4;
 
-// Shared memory. A stage holds BLOCK_K of both operands of a tile; three stages, and the outputs on
-// their way to the finishers, are all that there is room for.
-constexpr int kStages = 3;
+// Shared memory. A stage holds BLOCK_K of both operands of a tile; so many stages, and the outputs
+// on their way to the finishers, are all that there is room for.
+constexpr int kStages = BLOCK_N == kNarrowColumns ? 5 : 3;
 constexpr int kSmemBytes = 227 * 1024;      // static and dynamic, for one CTA
 constexpr int kStaticSmemBytes = 1024;      // most that a layer has of it as static memory
 constexpr int kPlanSmemBytes = 224 * 1024;  // dynamic, for a plan alone: places, and rows to copy

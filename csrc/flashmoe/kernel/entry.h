@@ -4,13 +4,25 @@
 
 #include "flashmoe/base/shape.cuh"
 
-namespace flashmoe {
+namespace kernel_entries {  // the same for sources of all namespaces
 
 struct KernelEntry {
     const void* function;
     int num_threads;
     int smem_bytes;
 };
+
+// Forwards with narrow tiles, of experts without a gate.
+KernelEntry narrow_forward_bf16();
+KernelEntry narrow_forward_bf16_transposed();
+KernelEntry narrow_forward_fp16();
+KernelEntry narrow_forward_fp16_transposed();
+
+}  // namespace kernel_entries
+
+namespace flashmoe {
+
+using kernel_entries::KernelEntry;
 
 KernelEntry forward_bf16(bool is_gated);
 KernelEntry forward_bf16_transposed(bool is_gated);

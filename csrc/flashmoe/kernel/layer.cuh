@@ -86,6 +86,10 @@ struct LayerWords {
     TileMailbox mailbox;
 };
 static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= kSmemBytes);
+// A launch plans in the same memory.
+constexpr int kLayerSmemBytes = sizeof(LayerBuffers) < size_t(kPlanSmemBytes)
+                                    ? kPlanSmemBytes
+                                    : int(sizeof(LayerBuffers));
 
 // The ring in a CTA's shared memory; `place` says how the addresses of its parts are kept.
 template <class Place>
@@ -248,8 +252,7 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
 
 template <class Pass>
 KernelEntry entry_of() {
-    return {reinterpret_cast<const void*>(&layer_kernel<Pass>), kLayerThreads,
-            int(sizeof(LayerBuffers))};
+    return {reinterpret_cast<const void*>(&layer_kernel<Pass>), kLayerThreads, kLayerSmemBytes};
 }
 
 template <class T, bool kTransposed>

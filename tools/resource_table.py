@@ -12,6 +12,7 @@ import nvcc_build
 TABLE = nvcc_build.CSRC / "RESOURCES.md"
 PROBE = nvcc_build.ROOT / "tools" / "kernel_smem.cu"
 PROBE_IN_FP8 = PROBE.with_name("kernel_smem_in_fp8.cu")
+PROBE_NARROW_TILES = PROBE.with_name("kernel_smem_narrow_tiles.cu")
 
 _HEAD = """\
 # What every kernel takes
@@ -39,8 +40,9 @@ def render(objects: list[nvcc_build.Object]) -> str:
     if not kernels:
         raise nvcc_build.BuildError("the compiler's reports name no kernel")
     dynamic = nvcc_build.run_probe(PROBE)
-    of_fp8 = nvcc_build.run_probe(PROBE_IN_FP8)
-    dynamic |= {f"in_fp8::{name}": num_bytes for name, num_bytes in of_fp8.items()}
+    for namespace, probe in (("in_fp8", PROBE_IN_FP8), ("narrow_tiles", PROBE_NARROW_TILES)):
+        found = nvcc_build.run_probe(probe)
+        dynamic |= {f"{namespace}::{name}": num_bytes for name, num_bytes in found.items()}
     names = [short_name(name) for name in demangled([one.kernel for one in kernels])]
     rows = []
     for name, one in sorted(zip(names, kernels, strict=True), key=lambda row: row[0]):

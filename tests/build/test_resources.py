@@ -33,7 +33,7 @@ def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "probe.cu").write_text(PROBE)
     monkeypatch.setattr(nvcc_build, "CSRC", directory)
     monkeypatch.setattr(nvcc_build, "CACHE", tmp_path / "cache")
-    for probe in ("PROBE", "PROBE_IN_FP8"):
+    for probe in ("PROBE", "PROBE_IN_FP8", "PROBE_NARROW_TILES"):
         monkeypatch.setattr(resource_table, probe, tmp_path / "probe.cu")
     return directory
 

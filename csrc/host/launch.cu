@@ -340,9 +340,7 @@ int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
 
 // True if an expert has one unit of rows or less, on average and with all tokens: then no cluster
 // reads weights that another has read.
-bool reads_weights_once(const FlashMoEProblem* p) {
-    return mean_rows(p) <= kClusterSize * BLOCK_M;
-}
+bool reads_weights_once(const FlashMoEProblem* p) { return mean_rows(p) <= kClusterSize * BLOCK_M; }
 
 // The order of a pass's tiles.
 void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {

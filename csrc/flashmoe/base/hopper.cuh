@@ -17,9 +17,9 @@ constexpr bool kIsFp8 = false;
 constexpr int kOperandBytes = kIsFp8 ? 1 : kElementBytes;
 constexpr int kScaleBlock = 128;
 
-// The tile that a CTA multiplies at a time. In sources that include narrow_tiles.h first it has half
-// the columns. Such a tile reads more for each product, but its finisher is done in half the time,
-// and what a CTA finishes after its first tile, others need while it multiplies its second.
+// The tile that a CTA multiplies at a time. In sources that include narrow_tiles.h first it has
+// half the columns. Such a tile reads more bytes for each product, but keeps its finishers for half
+// the time.
 constexpr int BLOCK_M = 128;  // rows; an expert's segment starts at a multiple of it
 constexpr int kWideColumns = 256, kNarrowColumns = 128;
 #ifdef FLASHMOE_NARROW_TILES

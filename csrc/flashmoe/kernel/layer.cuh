@@ -87,9 +87,8 @@ struct LayerWords {
 };
 static_assert(sizeof(LayerBuffers) + kStaticSmemBytes <= kSmemBytes);
 // A launch plans in the same memory.
-constexpr int kLayerSmemBytes = sizeof(LayerBuffers) < size_t(kPlanSmemBytes)
-                                    ? kPlanSmemBytes
-                                    : int(sizeof(LayerBuffers));
+constexpr int kLayerSmemBytes =
+    sizeof(LayerBuffers) < size_t(kPlanSmemBytes) ? kPlanSmemBytes : int(sizeof(LayerBuffers));
 
 // The ring in a CTA's shared memory; `place` says how the addresses of its parts are kept.
 template <class Place>

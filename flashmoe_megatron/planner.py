@@ -436,28 +436,16 @@ def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
     return fetch_s / (config.topk * 4 * weights / TENSOR_FLOPS)
 
 
-MOST_READ_OUTPUTS = 512
-"""Up to so many outputs of fc1, a backward that reads tokens in place of rows takes little for it.
-
-On one H200 forwards for training took 5 to 10 % less then, and both directions 0.6 % less to 1.7 %
-more; with 768 outputs, 5.5 % more.
-"""
-
-
 def choose_keep(keep: KeepOption, config: MoEConfig, *, reads_tokens: bool = False) -> Keep:
     """Returns what a forward keeps: the given choice or, with "auto", the choice by sizes.
 
     "preactivations" if :func:`fetch_cost` is at most ``MOST_FETCH_COST``, or if backwards read
-    tokens and fc1 has at most ``MOST_READ_OUTPUTS`` outputs; else "all".
+    tokens; else "all".
     """
     if keep != "auto":
         return keep
-    is_cheap = _reads_for_little(config, reads_tokens) or fetch_cost(config) <= MOST_FETCH_COST
+    is_cheap = reads_tokens or fetch_cost(config) <= MOST_FETCH_COST
     return "preactivations" if is_cheap else "all"
-
-
-def _reads_for_little(config: MoEConfig, reads_tokens: bool) -> bool:
-    return reads_tokens and config.fc1_rows <= MOST_READ_OUTPUTS
 
 
 def kept_bytes(config: MoEConfig, keep: Keep, *, element_bytes: int = 2) -> int:
@@ -483,12 +471,12 @@ def describe_choice(config: MoEConfig, *, reads_tokens: bool) -> str:
         reads_tokens: Whether the backend's backwards read tokens in place of rows.
     """
     chosen = choose_keep("auto", config, reads_tokens=reads_tokens)
-    if _reads_for_little(config, reads_tokens):
-        return (
-            f"keep auto is {chosen}: fc1 has {config.fc1_rows} outputs, and with at most "
-            f"{MOST_READ_OUTPUTS} a backward on one GPU reads tokens in place of rows for little"
-        )
     share = config.fc1_rows / (config.hidden + config.fc1_rows)
+    if reads_tokens:
+        return (
+            f"keep auto is {chosen}: a backward on one GPU takes what it needs of rows from the "
+            f"layer's input, and {share:.0%} of what rows and pre-activations take is kept"
+        )
     return (
         f"keep auto is {chosen}: to fetch rows again would take {fetch_cost(config):.1%} of the "
         f"time of a backward's products, wanted at most {MOST_FETCH_COST:.0%}, and leave "

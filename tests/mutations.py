@@ -111,7 +111,7 @@ MUTATIONS = (
     Mutation(
         "planned memory has rows of narrow experts on one GPU, which fetch none again",
         "plan_memory",
-        "0 if sizes.reads_tokens[True] else rows",
+        "0 if sizes.reads_tokens[True] == bindings.READS_TOKENS else rows",
         "rows",
         "tests/build/test_memory.py::test_local_memory_grows_with_the_rows",
     ),

@@ -70,17 +70,19 @@ inline int backward_tiles(const FlashMoEProblem* p) { return ceil_div(p->interme
 constexpr int kMostReads = 4;
 
 // As many tiles may read a row for fc1's gradient, whose products wait for nothing when rows are
-// copied. Tokens are kept in place of rows then, for less memory, not for time: from graphs both
-// passes take 0.6 % less to 1.7 % more than with rows that are kept at two tiles, 5.5 % more at
-// three, and up to 7.5 % more at four.
-constexpr int kMostReadsOfGrads = 3;
+// copied: a stage that is gathered takes longer for each of them. More tiles read copies, which the
+// backward's dispatch warps make while its other products run.
+constexpr int kMostReadsOfGrads = 2;
 
-// True if a pass can read rows where tokens have them, in place of copies: a rank that is alone has
-// all of them at home. A backward reads them for fc1's gradients. Rows in FP8 are not what tokens
-// are.
-inline bool reads_tokens(const FlashMoEProblem* p, bool is_backward) {
-    if (is_in_fp8(p) or p->num_ranks > 1 or (is_backward and kHasReplicas)) return false;
-    return forward_tiles(p) <= (is_backward ? kMostReadsOfGrads : kMostReads);
+// How a pass gets at rows that were not kept, if it can do so from x: a rank that is alone has all
+// tokens at home. A backward reads rows for fc1's gradients. Rows in FP8 are not what tokens are.
+inline FlashMoETokens reads_tokens(const FlashMoEProblem* p, bool is_backward) {
+    if (is_in_fp8(p) or p->num_ranks > 1) return FLASHMOE_READS_NO_TOKENS;
+    if (not is_backward) {
+        return forward_tiles(p) <= kMostReads ? FLASHMOE_READS_TOKENS : FLASHMOE_READS_NO_TOKENS;
+    }
+    if (kHasReplicas) return FLASHMOE_READS_NO_TOKENS;
+    return forward_tiles(p) <= kMostReadsOfGrads ? FLASHMOE_READS_TOKENS : FLASHMOE_COPIES_TOKENS;
 }
 
 // True if a forward on one of several ranks can leave rows of its own out of the copies. In each
@@ -468,7 +470,8 @@ inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bo
     if (is_in_fp8(p) and launch->biases != nullptr) {
         return fail(FLASHMOE_BAD_ARGUMENT, "biases of FP8 experts: wanted NULL");
     }
-    FLASHMOE_TRY(check_rows(launch, is_backward or reads_tokens(p, false)));
+    const bool may_have_no_rows = is_backward or reads_tokens(p, false) == FLASHMOE_READS_TOKENS;
+    FLASHMOE_TRY(check_rows(launch, may_have_no_rows));
     const bool has_tokens = launch->num_tokens > 0, has_rows = launch->num_row_blocks > 0;
     // A forward may keep no pre-activations, a backward needs them.
     const bool has_preact = has_rows and (is_backward or launch->preact != nullptr);
@@ -478,11 +481,16 @@ inline int check_pass(const FlashMoEProblem* p, const FlashMoELaunch* launch, bo
     FLASHMOE_TRY(
         check_pointer(launch->biases, launch->biases != nullptr, "biases", alignof(void*)));
     FLASHMOE_TRY(check_pointer(launch->out, has_tokens, "out"));
-    if (launch->x != nullptr and
-        (not is_backward or launch->rows != nullptr or not reads_tokens(p, true))) {
+    const FlashMoETokens reads = is_backward ? reads_tokens(p, true) : FLASHMOE_READS_NO_TOKENS;
+    if (launch->x != nullptr and reads == FLASHMOE_READS_NO_TOKENS) {
         return fail(FLASHMOE_BAD_ARGUMENT,
-                    "x at %p of a launch that does not read tokens: wanted "
-                    "NULL",
+                    "x at %p of a launch that does not read tokens: wanted NULL", launch->x);
+    }
+    const bool needs_rows = has_rows and reads == FLASHMOE_COPIES_TOKENS;
+    if (launch->x != nullptr and launch->rows == nullptr and needs_rows) {
+        return fail(FLASHMOE_BAD_ARGUMENT,
+                    "x at %p of a backward that copies tokens, without rows: wanted "
+                    "a buffer for them",
                     launch->x);
     }
     FLASHMOE_TRY(check_pointer(launch->x, launch->x != nullptr, "x"));

@@ -189,6 +189,14 @@ bool gathers_grads(const FlashMoEProblem* p) {
            p->is_transposed == 0 and 2 * backward_tiles(p) <= kMostReads;
 }
 
+// A backward that is given x gathers it or, if it is given rows, too, copies it to them.
+bool copies_tokens(const FlashMoELaunch* launch) {
+    return launch->x != nullptr and launch->rows != nullptr;
+}
+bool gathers_tokens(const FlashMoELaunch* launch) {
+    return launch->x != nullptr and launch->rows == nullptr;
+}
+
 // True of a rank that is alone if its experts' products are so short that they would wait for rows
 // which dispatch warps copy one after another.
 bool waits_for_copies(const FlashMoEProblem* p) {
@@ -531,12 +539,13 @@ int set_weight_grads(const FlashMoEProblem* p, const FlashMoELaunch* launch, Bac
             std::swap(each.left, each.right);
             std::swap(each.num_out, each.num_in);
         }
-    } else if (launch->x != nullptr) {  // which is gathered as the left operand
+    } else if (gathers_tokens(launch)) {  // as the left operand
         std::swap(product[1].left, product[1].right);
         std::swap(product[1].num_out, product[1].num_in);
         product[1].is_turned = true;
     }
     args->tokens = static_cast<const char*>(launch->x);
+    args->token_copies = copies_tokens(launch) ? static_cast<char*>(launch->rows) : nullptr;
     return FLASHMOE_OK;
 }
 

@@ -9,8 +9,8 @@
  *
  * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward; or flashmoe_forward alone,
  * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
- * received rows were not kept and it does not read tokens. Each plan, each backward and each
- * flashmoe_settle takes the next epoch, a gather the next two.
+ * received rows were not kept and it can do without (FlashMoETokens). Each plan, each backward and
+ * each flashmoe_settle takes the next epoch, a gather the next two.
  *
  * Structs and versions. A struct that a caller fills in begins with struct_size, which the caller
  * sets to sizeof(the struct) of the header that it was compiled with. The library refuses any other
@@ -23,7 +23,7 @@
 
 #include <stdint.h>
 
-#define FLASHMOE_ABI_VERSION 27
+#define FLASHMOE_ABI_VERSION 28
 #define FLASHMOE_MAX_RANKS 8
 #define FLASHMOE_MAX_TOPK 16
 #define FLASHMOE_MAX_LOCAL_EXPERTS 512
@@ -131,6 +131,14 @@ typedef struct {
                                    rank hold, of any such layer; or 0 */
 } FlashMoEProblem;
 
+/* How a pass can do without received rows, by means of x. */
+typedef enum {
+    FLASHMOE_READS_NO_TOKENS = 0,
+    FLASHMOE_READS_TOKENS = 1,  /* without a buffer for rows its products read x where it is */
+    FLASHMOE_COPIES_TOKENS = 2, /* a backward that copies x to a buffer for rows, which is free
+                                   after the launch */
+} FlashMoETokens;
+
 /* Sizes in bytes unless named otherwise. */
 typedef struct {
     uint32_t struct_size;
@@ -147,9 +155,7 @@ typedef struct {
     uint64_t scratch_block_bytes[2]; /* of a forward, and of a backward */
     uint64_t weight_copy_bytes[2];   /* device, in FP8: copies of a layer's weights, for a forward,
                                         and for a backward */
-    /* 1 for a forward, and for a backward, that can do without received rows: without a buffer for
-     * them its products read tokens where they are. */
-    uint32_t reads_tokens[2];
+    uint32_t reads_tokens[2];        /* FlashMoETokens of a forward, and of a backward */
 } FlashMoESizes;
 
 /* Memory of one expert-parallel group, shared by all its layers. */
@@ -278,14 +284,14 @@ typedef struct {
     void* weight_copies;     /* the copies that weight_maps has been encoded for */
     const void* biases;      /* device, 16-byte aligned biases: for each local slot a pointer to
                                 fc1's biases [fc1_rows], then to fc2's [hidden]; or NULL */
-    void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward
-                         or by flashmoe_gather, read by a backward for fc1's gradients; NULL if it
-                         computes none of them, neither of local experts nor in spare slots, or in
-                         a forward that reads tokens (FlashMoESizes). A forward on one of several
-                         ranks that has no preact may leave blocks of this rank's own rows as they
-                         were, and read x in their place. In FP8 a row has a byte for
-                         each value, then a float32 scale for each 128 of them, then zeros up to a
-                         multiple of 16 bytes */
+    void* rows;       /* num_row_blocks * row_block_bytes: the received x, written by a forward,
+                         by flashmoe_gather or by a backward that has x, read by a backward for
+                         fc1's gradients; NULL if it computes none of them, neither of local experts
+                         nor in spare slots, or in a pass that reads tokens (FlashMoETokens). A
+                         forward on one of several ranks that has no preact may leave blocks of
+                         this rank's own rows as they were, and read x in their place. In FP8 a row
+                         has a byte for each value, then a float32 scale for each 128 of them, then
+                         zeros up to a multiple of 16 bytes */
     void* preact;     /* num_row_blocks * preact_block_bytes: written by a forward for its
                          backward; NULL if none will follow */
     void* scratch;    /* num_row_blocks * scratch_block_bytes[is backward]: free after the
@@ -293,7 +299,7 @@ typedef struct {
     void* out;        /* [num_tokens, hidden]: layer output, or gradient of x */
     void* grad_probs; /* [num_tokens, grad_columns], as probs; backward only */
     const void* x;    /* backward only: the forward's, if its rows were not kept and the backward
-                         reads tokens (FlashMoESizes); else NULL */
+                         reads or copies tokens (FlashMoETokens); else NULL */
 } FlashMoELaunch;
 
 /* Collective. The first half of a forward whose host wants to know the number of rows before it

@@ -221,7 +221,7 @@ class KernelBackend(Backend):
         alone = self._problem_on(bindings.HeapBounds.of(config, self.spare_slots))
         sizes = bindings.FlashMoESizes()
         bindings.call("sizes", alone, sizes)
-        self.reads_tokens = bool(sizes.reads_tokens[True])
+        self.reads_tokens = bool(sizes.reads_tokens[False] and sizes.reads_tokens[True])
         self.keep = choose_keep(self.options.keep, config, reads_tokens=self.reads_tokens)
         self.memory.register(config, self.spare_slots)
         self._problem: bindings.FlashMoEProblem | None = None
@@ -649,11 +649,13 @@ class KernelBackend(Backend):
             addresses = _addresses(problem, self.memory.open())
             number = self.memory.early_fc2.next_backward()
             blocks, rows, x = saved.num_row_blocks, saved.rows, saved.x
-            # Factors of fc1 are given rows, which this rank fetches where none are kept.
-            if x is not None and (factors.fc1 is not None or not self.reads_tokens):
+            reads = self._sizes.reads_tokens[True]
+            # Factors of fc1 are given rows, also where none are kept.
+            if x is not None and (factors.fc1 is not None or reads != bindings.READS_TOKENS):
                 rows = self._empty(blocks * self._sizes.row_block_bytes)
-                ops.gather(x, saved.plan, rows, blocks, *addresses)
-                x = None
+                if reads == bindings.READS_NO_TOKENS:
+                    ops.gather(x, saved.plan, rows, blocks, *addresses)
+                    x = None
             dtype, accumulate = written.form or (self._dtype, False)
             scratch = self._empty(blocks * self._sizes.scratch_block_bytes[True])
             grad_x = torch.empty_like(grad_out)

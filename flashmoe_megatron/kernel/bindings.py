@@ -30,7 +30,7 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.replicas.policy import Policy
 
-ABI_VERSION = 27
+ABI_VERSION = 28
 LIBRARY = Path(__file__).resolve().parents[1] / "libflashmoe.so"
 LIBRARY_VARIABLE = "FLASHMOE_LIBRARY"
 """Environment variable with the absolute path of another library; nothing is searched for."""
@@ -41,6 +41,7 @@ OK, BAD_ARGUMENT, CUDA_ERROR, PEER_TIMEOUT, BAD_ROUTING, TOO_MANY_ROWS, REFUSED,
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 BALANCE, POPULAR = range(2)
 AS_GIVEN, FP8, FP8_DGRAD = range(3)
+READS_NO_TOKENS, READS_TOKENS, COPIES_TOKENS = range(3)
 SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID = range(3)
 ACTIVATIONS = {
     Activation.SILU: 0,

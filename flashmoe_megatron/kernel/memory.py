@@ -110,13 +110,14 @@ def _transient_block_bytes(sizes: bindings.FlashMoESizes) -> int:
 
 
 def reads_tokens(config: MoEConfig) -> bool:
-    """Tells whether backwards read tokens in place of rows that were not kept.
+    """Tells whether rows that are not kept cost no copy: a forward makes none of them.
 
     Raises:
         ConfigError: The kernel cannot run such a layer.
         DeviceError: The library is not there.
     """
-    return bool(_sizes_of(config, DEFAULT_CTAS).reads_tokens[True])
+    reads = _sizes_of(config, DEFAULT_CTAS).reads_tokens
+    return bool(reads[False] and reads[True])
 
 
 def _sizes_of(config: MoEConfig, num_ctas: int) -> bindings.FlashMoESizes:
@@ -170,7 +171,7 @@ def plan_memory(
     elif keep == "preactivations":
         kept = plan + preact
         forward = num_row_blocks * _transient_block_bytes(sizes)
-        backward += 0 if sizes.reads_tokens[True] else rows
+        backward += 0 if sizes.reads_tokens[True] == bindings.READS_TOKENS else rows
     else:
         kept = 0
         again = plan + rows + preact + max(forward + out, backward + grads)

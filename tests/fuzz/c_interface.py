@@ -456,7 +456,11 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
         received = operand_bytes(hidden) + operand_bytes(fc1_rows) + 2 * hidden
 
     is_alone = ranks == 1 and not in_fp8
-    reads_tokens = [is_alone and fc1_rows <= 1024, is_alone and fc1_rows <= 768 and not spare]
+    of_backward = bindings.READS_TOKENS if fc1_rows <= 512 else bindings.COPIES_TOKENS
+    reads_tokens = [
+        int(is_alone and fc1_rows <= 1024),
+        of_backward if is_alone and not spare else bindings.READS_NO_TOKENS,
+    ]
     exact = {
         "max_row_blocks": blocks,
         "weight_map_bytes": (3 * 128 + 16 if in_fp8 else 2 * 128) * matrices * slots
@@ -471,7 +475,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
             128 * (2 * (width + hidden + fc1_rows) + received) + -(-width // 256) * 128 * 4,
         ],
         "workspace_bytes": 4 * workspace,
-        "reads_tokens": list(map(int, reads_tokens)),
+        "reads_tokens": reads_tokens,
     }
     for name, want in exact.items():
         got = getattr(sizes, name)

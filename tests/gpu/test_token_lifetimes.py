@@ -1,7 +1,7 @@
-"""Tokens that a backward reads where they are: whatever their owner does with them meanwhile.
+"""Tokens that a backward reads or copies: whatever their owner does with them meanwhile.
 
-Narrow experts of one rank that keep no rows, as they do by default, read the forward's tokens in
-their backward. Gradients have to be those of copies, or autograd has to raise.
+Narrow experts of one rank keep no rows by default. Their backward reads the forward's tokens where
+they are, or copies them first. Gradients have to be those of rows, or autograd has to raise.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flashmoe_megatron.autograd import moe_apply
-from flashmoe_megatron.config import KeepOption
+from flashmoe_megatron.config import KeepOption, MoEConfig
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.kernel.group_memory import GroupMemory
@@ -27,27 +27,31 @@ from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = make_config(1)
+HIDDEN = make_config(1).hidden
 TOKENS = 300
 MICRO_BATCHES = 4
 
 
 @functools.cache
-def make_inputs(micro_batch: int) -> cases.Inputs:
-    return steps.make_inputs(CONFIG, cases.uniform, [TOKENS], seed=micro_batch)
+def make_inputs(config: MoEConfig, micro_batch: int) -> cases.Inputs:
+    return steps.make_inputs(config, cases.uniform, [TOKENS], seed=micro_batch)
 
 
 class Layer:
     """A layer behind a projection, whose output is the tokens: a backward goes through both."""
 
+    width = 0
+    """The intermediate size of its experts."""
+
     def __init__(self, keep: KeepOption) -> None:
         options = BackendOptions(keep=keep)
         memory = GroupMemory(None, device(), options)
-        self.backend = KernelBackend(CONFIG, None, device(), memory=memory, rank=0, options=options)
+        config = make_config(1, intermediate=self.width)
+        self.backend = KernelBackend(config, None, device(), memory=memory, rank=0, options=options)
         assert self.backend.reads_tokens
-        self.inputs = [make_inputs(micro_batch) for micro_batch in range(MICRO_BATCHES)]
+        self.inputs = [make_inputs(config, number) for number in range(MICRO_BATCHES)]
         torch.manual_seed(0)
-        width = CONFIG.hidden
+        width = HIDDEN
         projection = torch.randn(width, width, dtype=torch.bfloat16, device=device()) / width**0.5
         self.projection = projection.requires_grad_()
         given = self.inputs[0]
@@ -71,10 +75,16 @@ class Layer:
         return [grad for grad in found if grad is not None]
 
 
+@pytest.fixture(params=[192, 640], ids=["read", "copied"], autouse=True)
+def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with experts whose backward reads tokens in place, and with some that copy them."""
+    monkeypatch.setattr(Layer, "width", request.param)
+
+
 def poison() -> None:
     """Takes the memory that is free, a few times over, and leaves NaN in it."""
     for _ in range(4):
-        taken = [torch.full((TOKENS, CONFIG.hidden), torch.nan, device=device()) for _ in range(32)]
+        taken = [torch.full((TOKENS, HIDDEN), torch.nan, device=device()) for _ in range(32)]
         del taken
 
 

@@ -1099,6 +1099,54 @@ MUTANTS = [
             ),
         ),
     ),
+    # Copies of x in a backward.
+    Mutant(
+        "fc1's gradient does not wait for the copies of x",
+        "tokens_copied",
+        BY_TMA,
+        False,
+        ((FORWARD, 'wait("fc1\'s gradient waits for x", load, done);', "(void)load, (void)done;"),),
+    ),
+    Mutant(
+        "the first dispatch warp that has copied its share of x tells that all have",
+        "tokens_copied",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "here_.counter(M::kTokensCopied), uint32_t(s_.ctas),",
+                "here_.counter(M::kTokensCopied), 1u,",
+            ),
+        ),
+    ),
+    Mutant(
+        "a dispatch warp tells of its share of x before its copies are complete",
+        "both_copied",
+        BY_TMA,
+        False,
+        (
+            dropped(
+                FORWARD,
+                "        protocol::complete_copies<A>();\n"
+                "        protocol::publish<A>(here_.counter(M::kTokensCopied));\n",
+                "        protocol::complete_copies<A>();\n",
+            ),
+        ),
+    ),
+    Mutant(
+        "fc1's gradient waits for copies of x that no warp makes",
+        "not_copied",
+        HANG,
+        False,
+        (
+            (
+                FORWARD,
+                "const bool reads_copies = s_.copies_tokens and product == 1;",
+                "const bool reads_copies = product == 1;",
+            ),
+        ),
+    ),
     Mutant(
         "own rows of a block that others share are not copied",
         "ranks2_own",

@@ -30,6 +30,8 @@ COMPLETE = {
     "in_place": 440,
     "mixed": 340,
     "not_copied": 250,
+    "tokens_copied": 280,
+    "both_copied": 520,
     "ranks2_own": 8_000,
     "ahead": 76_000,
 }

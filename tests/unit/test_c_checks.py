@@ -202,17 +202,17 @@ def group_of(problem: bindings.FlashMoEProblem) -> bindings.FlashMoEGroup:
 @pytest.mark.parametrize(
     ("num_ranks", "intermediate", "can_do"),
     [
-        (1, 384, (True, True)),
-        (1, 448, (True, False)),
-        (1, 512, (True, False)),
-        (1, 576, (False, False)),
-        (2, 384, (False, False)),
+        (1, 256, (bindings.READS_TOKENS, bindings.READS_TOKENS)),
+        (1, 320, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
+        (1, 512, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
+        (1, 576, (bindings.READS_NO_TOKENS, bindings.COPIES_TOKENS)),
+        (2, 256, (bindings.READS_NO_TOKENS, bindings.READS_NO_TOKENS)),
     ],
 )
-def test_only_narrow_experts_of_one_rank_do_without_received_rows(
-    num_ranks: int, intermediate: int, can_do: tuple[bool, bool]
+def test_only_experts_of_one_rank_do_without_received_rows(
+    num_ranks: int, intermediate: int, can_do: tuple[int, int]
 ) -> None:
-    """A forward, or a backward, without a buffer for them reads tokens; sizes say who can."""
+    """Narrow ones' passes read tokens where they are; wider ones' backwards copy these."""
     config = cases.make_config(
         num_ranks=num_ranks, num_experts=8, topk=2, intermediate=intermediate, gated=True
     )
@@ -228,7 +228,7 @@ def test_only_narrow_experts_of_one_rank_do_without_received_rows(
     launch = bindings.FlashMoELaunch(num_row_blocks=1, num_tokens=4, **BUFFERS)
     forward = load.flashmoe_forward(*map(ctypes.byref, (problem, group, given, launch)), 0)
     assert said(forward).startswith("" if can_do[0] else "rows is at ")
-    assert bool(said(forward)) != can_do[0]
+    assert bool(said(forward)) == (can_do[0] == bindings.READS_NO_TOKENS)
 
     def backward(**given: int) -> str:
         launch = bindings.FlashMoELaunch(
@@ -243,6 +243,13 @@ def test_only_narrow_experts_of_one_rank_do_without_received_rows(
         )
 
     refused = "x at 0x500000 of a launch that does not read tokens: wanted NULL"
-    assert backward(x=0x500000) == ("" if can_do[1] else refused)
-    assert backward(x=0x500000, rows=0xD00000) == refused
-    assert backward(x=0x500008).startswith("x is at 0x500008" if can_do[1] else refused[:5])
+    without_rows = {
+        bindings.READS_NO_TOKENS: refused,
+        bindings.READS_TOKENS: "",
+        bindings.COPIES_TOKENS: "x at 0x500000 of a backward that copies tokens, without rows: "
+        "wanted a buffer for them",
+    }
+    assert backward(x=0x500000) == without_rows[can_do[1]]
+    assert backward(x=0x500000, rows=0xD00000) == ("" if can_do[1] else refused)
+    misaligned = backward(x=0x500008, rows=0xD00000)
+    assert misaligned.startswith("x is at 0x500008" if can_do[1] else "x at 0x500008")

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from flashmoe_megatron.config import KEEPS, MoEConfig
+from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.kernel.backend import KernelBackend, SavedForward
 from flashmoe_megatron.weights import ExpertWeights
 from tests.unit import cases
 from tests.unit.simulated_gpus import Gpus, Library, install, make_backend
 
 OPTIONS = ("auto", *KEEPS)
+READS = (bindings.READS_NO_TOKENS, bindings.READS_TOKENS, bindings.COPIES_TOKENS)
 
 
 def forward(
@@ -44,7 +46,7 @@ def kept(
     monkeypatch: pytest.MonkeyPatch,
     keep: str,
     *,
-    reads_tokens: bool,
+    reads_tokens: int,
     intermediate: int = 128,
     **arguments: Any,
 ) -> tuple[bool, bool]:
@@ -53,40 +55,39 @@ def kept(
     config = cases.make_config(num_ranks=1, intermediate=intermediate)
     tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
     backend, saved = forward(monkeypatch, config, tokens, keep=keep, **arguments)
-    assert backend.reads_tokens == reads_tokens
+    assert backend.reads_tokens == (reads_tokens > 0)
     assert isinstance(saved, SavedForward)
     assert saved.x is None or saved.x is tokens
     return saved.rows is not None, saved.x is not None
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-@pytest.mark.parametrize(("intermediate", "is_narrow"), [(256, True), (320, False)])
-@pytest.mark.parametrize("reads_tokens", [False, True])
+@pytest.mark.parametrize("intermediate", [256, 320])
+@pytest.mark.parametrize("reads_tokens", READS)
 def test_tokens_are_kept_in_place_of_rows(
-    reads_tokens: bool,
-    intermediate: int,
-    is_narrow: bool,
-    keep: str,
-    monkeypatch: pytest.MonkeyPatch,
+    reads_tokens: int, intermediate: int, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With "inputs" it is a forward that a backward runs again."""
-    lean = keep == "preactivations" or (keep == "auto" and reads_tokens and is_narrow)
+    lean = keep == "preactivations" or (keep == "auto" and reads_tokens > 0)
     found = kept(monkeypatch, keep, reads_tokens=reads_tokens, intermediate=intermediate)
     assert found == (not lean, lean)
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-def test_rows_for_factors_are_kept(keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reads_tokens", READS)
+def test_rows_for_factors_are_kept(
+    reads_tokens: int, keep: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a backward would have to fetch them, as "preactivations" asks for."""
     fetches = keep == "preactivations"
-    found = kept(monkeypatch, keep, reads_tokens=True, gives_rows=True)
+    found = kept(monkeypatch, keep, reads_tokens=reads_tokens, gives_rows=True)
     assert found == (not fetches, fetches)
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-@pytest.mark.parametrize("reads_tokens", [False, True])
+@pytest.mark.parametrize("reads_tokens", READS)
 def test_frozen_experts_keep_neither(
-    reads_tokens: bool, keep: str, monkeypatch: pytest.MonkeyPatch
+    reads_tokens: int, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert kept(monkeypatch, keep, reads_tokens=reads_tokens, trains_fc1=False) == (False, False)
 

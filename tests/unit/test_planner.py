@@ -208,12 +208,13 @@ def test_rows_are_fetched_again_where_that_is_cheap():
     assert choose_keep("inputs", wide_layer()) == "inputs"
 
 
-def test_narrow_experts_whose_tokens_are_read_keep_no_rows():
-    for intermediate, chosen in ((256, "preactivations"), (320, "all"), (14336, "preactivations")):
+def test_no_rows_are_kept_where_backwards_read_tokens():
+    for intermediate in (256, 320, 14336):
         config = wide_layer(intermediate=intermediate)
-        assert choose_keep("auto", config, reads_tokens=True) == chosen
+        assert choose_keep("auto", config, reads_tokens=True) == "preactivations"
         assert choose_keep("all", config, reads_tokens=True) == "all"
-        assert choose_keep("auto", config) == ("all" if intermediate < 1500 else chosen)
+        kept = "all" if intermediate < 1500 else "preactivations"
+        assert choose_keep("auto", config) == kept
 
 
 def test_a_replica_pays_by_hand():

@@ -312,6 +312,15 @@ __device__ __forceinline__ void await_differentiated(const BackwardArgs& args) {
         });
 }
 
+// fc1's gradients read all copies of x, where the launch makes them.
+__device__ __forceinline__ void await_token_copies(const BackwardArgs& args) {
+    if (not copies_tokens(args)) return;
+    protocol::await_for_tma<Atomics>(
+        &args.workspace.tickets->tokens_copied, gridDim.x, [&](auto load, auto done) {
+            wait_for(args.watchdog, {Wait::kLoaderRows, -1, -1, gridDim.x}, load, done);
+        });
+}
+
 // Waits for the weights in a spare slot, before B is loaded. Scope: one thread.
 __device__ __forceinline__ void await_replica(const LayerArgs& args, int slot) {
     const int spare_slot = slot - args.first_spare;
@@ -337,6 +346,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                  {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;
+    [[maybe_unused]] bool has_tokens = false;
     load_tiles(
         args.watchdog, mailbox, [&] { return claim_tile(args.workspace); },
         [&](int ticket) {
@@ -359,6 +369,10 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                         await_differentiated(args);
                     }
                     is_differentiated = true;
+                    if (tile.gemm == kFc1WeightGrad and not has_tokens and cute::elect_one_sync()) {
+                        await_token_copies(args);
+                    }
+                    has_tokens |= tile.gemm == kFc1WeightGrad;
                     __syncwarp();
                     if (const char* tokens = gathered_from(args, tile)) {
                         stream_gathered_grad(args, ring, cursor, tile, tokens, take, announce);

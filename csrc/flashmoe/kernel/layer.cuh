@@ -216,7 +216,13 @@ __global__ __cluster_dims__(kClusterSize) __launch_bounds__(kLayerThreads, 1)  /
                     buffers, words, [](auto& place) -> auto& { return ptx::keep_address(place); });
                 load_layer<Pass>(args, kept, words.mailbox);
             } else if (warp == 1) {
-                dispatch<true>(args, buffers.pieces, words.pieces, num_first_places(args));
+                [[maybe_unused]] const uint32_t parity =
+                    dispatch<true>(args, buffers.pieces, words.pieces, num_first_places(args));
+                if constexpr (Pass::kHasWeightGrads) {
+                    if (copies_tokens(args)) {
+                        copy_tokens(args, buffers.pieces, words.pieces, parity);
+                    }
+                }
                 if (not in_tree()) combine_meanwhile<Pass>(args, words.combine);
             } else {
                 finish_tiles<Pass>(args, words.mailbox, handover, words.combine, warp - 2);

@@ -148,8 +148,16 @@ struct WeightGrads {
 
 struct BackwardArgs : LayerArgs {
     WeightGrads weight_grads;
-    const char* tokens;  // x of the forward, gathered for fc1's gradients; null: rows are read
+    const char* tokens;  // x of a forward that kept no rows, for fc1's gradients; or null
+    char* token_copies;  // [row][hidden], where this launch copies x to; null: it is gathered
 };
+
+// True if a backward copies x to rows, for fc1's gradients. With spare slots rows are kept, or
+// another launch has fetched them.
+__device__ __forceinline__ bool copies_tokens(const BackwardArgs& args) {
+    if constexpr (kIsFp8 or kHasReplicas) return false;
+    return args.token_copies != nullptr;
+}
 
 // True if GEMM0 reads rows where tokens have them: as long as they are not copied, or own ones.
 __device__ __forceinline__ bool reads_in_place(const LayerArgs& args) {

@@ -24,9 +24,40 @@ __device__ __forceinline__ void await_published_rows(const LayerArgs& args, uint
         });
 }
 
-// Copies one row, piece by piece, to those of the token's rows that are among `num_rows` rows from
-// `first_row` on. Scope: one thread with its own piece of shared memory; up to kDispatchLanes
-// threads of a warp do this at once.
+// Copies one row, piece by piece, to some rows: `for_each` calls back with each of them. If they
+// are read late, the L2 keeps other things in their place. Scope: one thread with its own piece of
+// shared memory; up to kDispatchLanes threads of a warp do this at once.
+template <bool kAreReadLate, class ForEach>
+__device__ __forceinline__ void copy_row(const Watchdog& watchdog,
+                                         const char* source,
+                                         char* rows,
+                                         int row_bytes,
+                                         uint8_t (&piece)[kDispatchPiece],
+                                         Barrier& arrived,
+                                         uint32_t& parity,
+                                         ForEach for_each) {
+    for (int offset = 0; offset < row_bytes; offset += kDispatchPiece) {
+        const int bytes = min(kDispatchPiece, row_bytes - offset);
+        cute::tma_store_wait<0>();  // the previous piece has left shared memory
+        arrived.arrive_and_expect_tx(bytes);
+        cute::SM90_BULK_COPY_G2S::copy(source + offset, reinterpret_cast<uint64_t*>(&arrived),
+                                       piece, bytes);
+        wait_barrier<Waiter::kThread>(watchdog, Wait::kDispatchCopy, arrived, parity);
+        parity ^= 1;
+        for_each([&](int row) {
+            char* const to = rows + int64_t(row) * row_bytes + offset;
+            if constexpr (kAreReadLate) {
+                ptx::bulk_store_evict_first(piece, to, bytes);
+            } else {
+                cute::SM90_BULK_COPY_S2G::copy(piece, to, bytes);
+            }
+        });
+        cute::tma_store_arrive();
+    }
+}
+
+// Copies one row to those of its token's rows that are among `num_rows` rows from `first_row` on,
+// and counts them. Scope: as above.
 __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                                           RowMeta meta,
                                           int first_row,
@@ -41,28 +72,14 @@ __device__ __forceinline__ void fetch_row(const LayerArgs& args,
                              ? own_tokens(args) + int64_t(meta.token) * row_bytes
                              : heap.row(meta.src_rank, meta.token);
     const int32_t* token_rows = plan.rows_of(meta.src_rank, meta.token);
-    for (int offset = 0; offset < row_bytes; offset += kDispatchPiece) {
-        const int bytes = min(kDispatchPiece, row_bytes - offset);
-        cute::tma_store_wait<0>();  // the previous piece has left shared memory
-        arrived.arrive_and_expect_tx(bytes);
-        cute::SM90_BULK_COPY_G2S::copy(source + offset, reinterpret_cast<uint64_t*>(&arrived),
-                                       piece, bytes);
-        wait_barrier<Waiter::kThread>(args.watchdog, Wait::kDispatchCopy, arrived, parity);
-        parity ^= 1;
+    const auto for_each = [&](auto act) {
         for (int k = 0; k < plan.topk; ++k) {
-            if (const int row = token_rows[k]; uint32_t(row - first_row) < num_rows) {
-                cute::SM90_BULK_COPY_S2G::copy(piece, args.rows + int64_t(row) * row_bytes + offset,
-                                               bytes);
-            }
+            if (const int row = token_rows[k]; uint32_t(row - first_row) < num_rows) act(row);
         }
-        cute::tma_store_arrive();
-    }
+    };
+    copy_row<false>(args.watchdog, source, args.rows, row_bytes, piece, arrived, parity, for_each);
     protocol::publish_copies<Atomics>([&](auto count) {
-        for (int k = 0; k < plan.topk; ++k) {
-            if (const int row = token_rows[k]; uint32_t(row - first_row) < num_rows) {
-                count(args.workspace.rows_ready + row / BLOCK_M);
-            }
-        }
+        for_each([&](int row) { count(args.workspace.rows_ready + row / BLOCK_M); });
     });
 }
 
@@ -148,12 +165,11 @@ __device__ __forceinline__ int share_out(uint32_t& left, int lane) {
 // no peer is awaited for them; those in the first `num_copied` places have been copied, and with
 // RowAccess::kCopied all rows of their tokens. With RowAccess::kOwnInPlace an own row is copied
 // alone, if other ranks' rows are in its block. Weights of replicas are pushed in between, once
-// every rank has left the launch before. Scope: one warp.
+// every rank has left the launch before. Returns the parity of this lane's next copy. Scope: one
+// warp.
 template <bool kPushes>
-__device__ __forceinline__ void dispatch(const LayerArgs& args,
-                                         DispatchPieces& pieces,
-                                         DispatchBarriers& arrived,
-                                         int num_copied) {
+__device__ __forceinline__ uint32_t
+dispatch(const LayerArgs& args, DispatchPieces& pieces, DispatchBarriers& arrived, int num_copied) {
     int64_t begin = Trace::now();
     begin_span(Span::kDispatch);
     bool has_heard = false;  // that every peer's rows are in place
@@ -232,6 +248,48 @@ __device__ __forceinline__ void dispatch(const LayerArgs& args,
     }
     if (pad_rows_pulled) atomicAdd_block(&counters().pad_rows_pulled, uint32_t(pad_rows_pulled));
     if (pad_rows_made) atomicAdd_block(&counters().pad_rows_made, uint32_t(pad_rows_made));
+    args.watchdog.trace.add(event_of(Span::kDispatch), kWhole, begin);
+    end_span(Span::kDispatch);
+    return parity;
+}
+
+// Copies x, of a forward that kept no rows, to the rows that fc1's gradients read. Each CTA has an
+// even share of the tokens, and of the experts' pads, and copies one token at a time: nothing waits
+// for the copies before the other products are done, and these wait for more the faster copies are
+// made. Scope: one warp, after it has dispatched dY.
+__device__ __forceinline__ void copy_tokens(const BackwardArgs& args,
+                                            DispatchPieces& pieces,
+                                            DispatchBarriers& arrived,
+                                            uint32_t parity) {
+    const int64_t begin = Trace::now();
+    begin_span(Span::kDispatch);
+    const Plan& plan = args.plan;
+    const int lane = threadIdx.x % 32, row_bytes = args.shape.row_bytes();
+    for (int token = int(blockIdx.x); token < args.num_tokens; token += int(gridDim.x)) {
+        if (lane == 0) {
+            const int32_t* token_rows = plan.rows_of(args.shape.rank, token);
+            copy_row<true>(args.watchdog, args.tokens + int64_t(token) * row_bytes,
+                           args.token_copies, row_bytes, pieces[lane], arrived[lane], parity,
+                           [&](auto copy_to) {
+                               for (int k = 0; k < plan.topk; ++k) {
+                                   if (const int row = token_rows[k]; row >= 0) copy_to(row);
+                               }
+                           });
+        }
+        __syncwarp();
+    }
+    // Zeros, because the gradients sum over pad rows too.
+    for (int slot = int(blockIdx.x); slot < args.shape.num_local_slots(); slot += int(gridDim.x)) {
+        const int first_row = plan.expert_block[slot] * BLOCK_M, num_rows = plan.expert_rows[slot];
+        for (int row = num_rows; row < align_up(num_rows, BLOCK_M); ++row) {
+            auto* to = args.token_copies + int64_t(first_row + row) * row_bytes;
+            for (int i = lane; i < row_bytes / 16; i += 32) {
+                reinterpret_cast<uint4*>(to)[i] = uint4{};
+            }
+        }
+    }
+    protocol::complete_copies<Atomics>();
+    if (lane == 0) protocol::publish<Atomics>(&args.workspace.tickets->tokens_copied);
     args.watchdog.trace.add(event_of(Span::kDispatch), kWhole, begin);
     end_span(Span::kDispatch);
 }

@@ -54,12 +54,12 @@ __device__ __forceinline__ TileInfo weight_grad_pair(const BackwardArgs& args, i
 }
 
 // Where threads copy the left operand, and not TMA, from: for fc2's gradient it is dY, which is
-// read where its tokens lie unless a pass copies it, and for fc1's x, unless its rows were kept.
-// Else null, as with spare slots, where no registers are left for it.
+// read where its tokens lie unless a pass copies it, and for fc1's x, unless its rows were kept or
+// the pass copies them. Else null, as with spare slots, where no registers are left for it.
 __device__ __forceinline__ const char* gathered_from(const BackwardArgs& args,
                                                      const TileInfo& tile) {
     if constexpr (kHasReplicas) return nullptr;
-    if (tile.gemm == kFc1WeightGrad) return args.tokens;
+    if (tile.gemm == kFc1WeightGrad) return copies_tokens(args) ? nullptr : args.tokens;
     return args.row_access == RowAccess::kInPlace ? args.x : nullptr;
 }
 

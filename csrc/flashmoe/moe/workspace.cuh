@@ -23,6 +23,7 @@ struct Tickets {
     uint32_t pulled;             // tickets for fc2's gradients that replicas have
     uint32_t grads_added;        // of these tickets, those whose gradients are added
     uint32_t slot_grads_stored;  // finishers that have sent their fc2 gradients of spare slots
+    uint32_t tokens_copied;      // dispatch warps that have copied their share of a backward's x
 };
 
 // Takes the next `count` items off a counter. Scope: one warp.

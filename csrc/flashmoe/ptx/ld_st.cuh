@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include <cute/arch/copy_sm90_desc.hpp>
+
 #include "flashmoe/base/hopper.cuh"
 
 namespace flashmoe::ptx {
@@ -86,6 +88,16 @@ __device__ __forceinline__ void fence_release_gpu() {
 __device__ __forceinline__ void fence_release_sys() {
     delay_point();
     asm volatile("fence.release.sys;" ::: "memory");
+}
+
+// Copies from shared to global memory as cute::SM90_BULK_COPY_S2G does, to lines that the L2 drops
+// ahead of others.
+__device__ __forceinline__ void bulk_store_evict_first(const void* smem, void* to, int bytes) {
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to),
+        "r"(uint32_t(__cvta_generic_to_shared(smem))), "r"(bytes),
+        "l"(uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST))
+        : "memory");
 }
 
 // Orders generic accesses of this thread before its later TMA accesses of global memory.

@@ -49,6 +49,7 @@ struct Sizes {
     RowAccess row_access = RowAccess::kCopied;
     bool has_own_routes = false;  // each CTA places the routes that it has written
     bool plans_few = false;       // or counts all routes for itself, as they are given
+    bool copies_tokens = false;   // a backward makes rows of x, besides those of dY
     bool quantizes = false;  // FP8: forwards write this rank's tokens into its heap, and read them
 
     int local_experts() const { return experts / ranks; }
@@ -161,6 +162,7 @@ struct Memory {
     Cells epoch, cta_counts;
     // The plan, and the buffers of a launch.
     Cells header, units, row_meta, token_rows, own_ranks, received, act, result, out, weight_grads;
+    Cells token_copies;
     // What CTAs tell their own agents through shared memory.
     Cells go_on, spoiled;
     std::vector<typename A::Join> cta_join;
@@ -189,6 +191,7 @@ struct Memory {
           result(s.max_rows() * s.n_tiles[1], "result", rank),
           out(s.tokens * s.n_tiles[1], "out", rank),
           weight_grads(2 * s.local_experts(), "weight_grads", rank),
+          token_copies(s.max_rows(), "token_copies", rank),
           go_on(s.ctas, "go_on", rank),
           spoiled(1, "spoiled", rank),
           launch_join(s.ctas * s.agents) {
@@ -197,9 +200,9 @@ struct Memory {
             for (int i = 0; i < count; ++i) A::name(&counters[first + i], what, i);
         };
         static const char* const tickets[kTickets] = {
-            "tickets.tile", "tickets.dispatch", "differentiated", "fc2_grads_stored",
-            "dispatched",   "routes_published", "rows_published", "rows_taken",
-            "leaving",      "barrier0",         "barrier1"};
+            "tickets.tile", "tickets.dispatch", "differentiated",   "fc2_grads_stored",
+            "dispatched",   "tokens_copied",    "routes_published", "rows_published",
+            "rows_taken",   "leaving",          "barrier0",         "barrier1"};
         for (int i = 0; i < kTickets; ++i) name(i, 1, tickets[i]);
         const int blocks = s.max_blocks();
         name(kTickets, blocks, "rows_ready");
@@ -216,6 +219,7 @@ struct Memory {
         kDifferentiated,
         kFc2GradsStored,
         kDispatched,
+        kTokensCopied,
         kRoutes,
         kRows,
         kTaken,
@@ -320,6 +324,9 @@ class Agent {
             const bool are_copied = copies_with_plan(launch);
             if ((role_ == 1 or s_.agents == 1) and not are_copied) copy_first_rows(epoch);
             if (role_ == 0) dispatch(epoch, first_blocks(), not are_copied);
+            if (role_ == 0 and s_.copies_tokens and launch.kind == Kind::kBackward) {
+                copy_tokens(launch, epoch);
+            }
             if (role_ == 1 or s_.agents == 1) compute_tiles(launch, epoch);
             if (role_ == 2) combine_meanwhile(launch, epoch);
             deliver(launch, epoch);
@@ -875,6 +882,23 @@ class Agent {
         if (not has_heard) await_rows(epoch);
     }
 
+    // x has the values of dY here.
+    void copy_tokens(const Launch& launch, uint32_t epoch) {
+        for (int token = cta_; token < launch.tokens[rank_]; token += s_.ctas) {
+            const uint64_t rows = A::read(&here_.token_rows[rank_ * s_.tokens + token]);
+            for_each_row(rows, [&](int row) {
+                A::write_by_bulk(&here_.token_copies[row], x_value(epoch, rank_, token));
+            });
+        }
+        for (int row = cta_; row < num_blocks() * s_.block_rows; row += s_.ctas) {
+            if (Row::unpack(A::read(&here_.row_meta[row])).pad) {
+                A::write(&here_.token_copies[row], 0);
+            }
+        }
+        protocol::complete_copies<A>();
+        protocol::publish<A>(here_.counter(M::kTokensCopied));
+    }
+
     void fetch_row(uint32_t epoch, const Row& meta, int first_row, int num_rows) {
         const uint64_t value = meta.src == rank_ and not quantizes_
                                    ? x_value(epoch, rank_, meta.token)
@@ -1021,6 +1045,12 @@ class Agent {
                 here_.counter(M::kDispatched), uint32_t(s_.ctas),
                 [&](auto load, auto done) { wait("weight gradients wait for rows", load, done); });
         }
+        const bool reads_copies = s_.copies_tokens and product == 1;
+        if (reads_copies) {
+            protocol::await_for_tma<A>(
+                here_.counter(M::kTokensCopied), uint32_t(s_.ctas),
+                [&](auto load, auto done) { wait("fc1's gradient waits for x", load, done); });
+        }
         const int expert = rank_ * s_.local_experts() + local;
         const int num_units = int(A::read(&here_.header[0]) & 0xffff);
         uint64_t sum = 0;
@@ -1029,7 +1059,9 @@ class Agent {
             if (int(unit >> 8 & 255) != local) continue;
             const int first = int(unit >> 16 & 0xffff) * s_.block_rows;
             for (int row = first; row < first + int(unit & 255) * s_.block_rows; ++row) {
-                if (access_ == RowAccess::kInPlace) {
+                if (reads_copies) {
+                    sum += A::read_by_tma(&here_.token_copies[row]);
+                } else if (access_ == RowAccess::kInPlace) {
                     const Row meta = Row::unpack(A::read(&here_.row_meta[row]));
                     sum += meta.pad ? 0 : x_value(epoch, rank_, meta.token);
                 } else {

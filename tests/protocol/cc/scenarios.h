@@ -203,6 +203,10 @@ inline std::vector<Scenario> small_scenarios() {
         all.push_back({"in_place", placed, {one, again(one, Kind::kBackward)}});
         placed.row_access = RowAccess::kInPlace;  // a backward that copies nothing either
         all.push_back({"not_copied", placed, {one, again(one, Kind::kBackward)}});
+        placed.copies_tokens = true;
+        all.push_back({"tokens_copied", placed, {one, again(one, Kind::kBackward)}});
+        placed.row_access = RowAccess::kInPlaceUntilCopied;
+        all.push_back({"both_copied", placed, {one, again(one, Kind::kBackward)}});
         s.agents = 2;
         all.push_back({"ctas2_agents2", s, {one, one, one}});
     }

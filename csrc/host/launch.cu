@@ -375,7 +375,7 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     if (p->num_ranks == 1 and not kIsFp8 and reads_weights_once(p)) {
         args->lag = ceil_div(args->group_units * args->lag, kFewUnits);
         args->group_units = kFewUnits;
-    } else if (kIsPlain and not is_backward and
+    } else if (kMayMix and not is_backward and
                protocol::mixes_products(args->preact == nullptr, args->num_k_blocks[0],
                                         args->num_k_blocks[1])) {
         args->is_mixed = true;

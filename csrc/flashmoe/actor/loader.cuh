@@ -337,12 +337,12 @@ template <class Pass, class Ring>
 __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            const Ring& ring,
                                            TileMailbox& mailbox) {
-    constexpr bool kIsPlainForward = kIsPlain and not Pass::kIsBackward;
+    constexpr bool kMayMixHere = kMayMix and not Pass::kIsBackward;
     const TileSchedule schedule{args.plan.units,
                                 {args.plan.header->num_units,
                                  args.group_units,
                                  args.lag,
-                                 kIsPlainForward and args.is_mixed,
+                                 kMayMixHere and args.is_mixed,
                                  {args.num_n_tiles[0], args.num_n_tiles[1]}}};
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;
@@ -430,7 +430,7 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                 if (reads_own_in_place(args)) is_in_place = is_own;
                 if (is_in_place) {
                     const GatheredRows rows(args.plan, tile.m * BLOCK_M, args.shape.token_bytes());
-                    const bool have_pads = not kIsPlainForward or rows.have_pads();
+                    const bool have_pads = not kMayMixHere or rows.have_pads();
                     stream_gathered_tile(
                         args.watchdog, ring, cursor, args.num_k_blocks[0], load_b,
                         [&](auto& stage, int k) {

@@ -56,9 +56,9 @@ enum class RowAccess : int {
     kOwnInPlace,  // a block of own rows alone where tokens have them, any other block in copies
 };
 
-// Passes in FP8 and those with spare slots have few registers left, and keep to forms with less in
-// flight and one order of tiles.
-constexpr bool kIsPlain = not kIsFp8 and not kHasReplicas;
+// Forwards that may mix their products (LayerArgs::is_mixed), and gather blocks without pads by
+// less code. With narrow tiles experts have few rows: they do neither.
+constexpr bool kMayMix = not kIsFp8 and not kHasReplicas and BLOCK_N == kWideColumns;
 
 struct LayerArgs {
     Shape shape;

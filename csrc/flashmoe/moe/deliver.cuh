@@ -7,11 +7,6 @@ namespace flashmoe {
 
 constexpr int kMostUnitRows = 4;  // most of LayerArgs::rows_per_unit
 
-// Most rows of a token that a warp has in flight. Two do not keep memory busy, but a backward has
-// no registers for more.
-template <bool kIsBackward>
-constexpr int kMostRowsInFlight = kIsPlain and not kIsBackward ? 4 : 2;
-
 // The gradient of a route's probability, from the partial sums of its row's tiles.
 __device__ __forceinline__ float sum_dprob(const float* partial, int num_tiles) {
     float sum = 0.0f;
@@ -178,21 +173,14 @@ __device__ __forceinline__ Progress deliver_some(const LayerArgs& args,
                 target, int(row_bytes / 16), protocol::leaves_of_rank(args.shape.num_ranks),
                 [&] { return DeliveredRows(args.result, row_bytes, row, leaf, routes); });
         } else {
-            const auto rows = [&] {
+            sum_rows<T, kUnroll>(target, int(row_bytes / 16), [&] {
                 return [&, left = routes]() mutable -> const uint4* {
                     if (left == 0) return nullptr;
                     const int64_t from = __shfl_sync(~0u, row, __ffs(left) - 1);
                     left &= left - 1;
                     return reinterpret_cast<const uint4*>(args.result + from * row_bytes);
                 };
-            };
-            // Rows that are not there take as long to add as others.
-            constexpr int kMost = kMostRowsInFlight<kIsBackward>;
-            if (kMost > 2 and __popc(routes) > 2) {
-                sum_rows<T, kUnroll, kMost>(target, int(row_bytes / 16), rows);
-            } else {
-                sum_rows<T, kUnroll, 2>(target, int(row_bytes / 16), rows);
-            }
+            });
         }
     }
     if constexpr (kIsBackward) {

@@ -48,7 +48,7 @@ class GatheredRows {
 static_assert(GatheredRows::kCount == 32);
 
 // Copies 64 columns of each row into a box, as TMA's 128-byte swizzle has them; zeros for pad rows.
-// Half of the instructions are predicates, for which rows without pads have no need.
+// Half of the instructions are predicates, which rows without pads do not need.
 __device__ __forceinline__ void gather_box(const GatheredRows& rows,
                                            bool have_pads,
                                            const char* x,

@@ -79,7 +79,7 @@ __device__ __forceinline__ void reduce_token(const LayerArgs& args, int token, u
                 }
             }
         } else {
-            sum_rows<T, kUnroll, 2>(target, chunks, [&] {
+            sum_rows<T, kUnroll>(target, chunks, [&] {
                 return [&, slot = 0]() mutable -> const uint4* {
                     if (slot == __popc(ranks)) return nullptr;
                     return reinterpret_cast<const uint4*>(heap.result(rank, token, slot++));

@@ -25,8 +25,8 @@ __device__ __forceinline__ void add8(float (&sum)[8], const uint4& loaded) {
 }
 
 // Sums rows of `chunks` 16-byte chunks into `target`. Each call of next_row gives one more row, or
-// null past the last. Each lane has kUnroll chunks of kRows rows in flight. Scope: one warp.
-template <class T, int kUnroll, int kRows, class Rows>
+// null past the last. Each lane has kUnroll chunks of two rows in flight. Scope: one warp.
+template <class T, int kUnroll, class Rows>
 __device__ __forceinline__ void sum_rows(char* target, int chunks, Rows rows) {
     // The loops are uniform over the warp, since next_row may shuffle.
     for (int first = 0; first < chunks; first += 32 * kUnroll) {
@@ -34,27 +34,22 @@ __device__ __forceinline__ void sum_rows(char* target, int chunks, Rows rows) {
         float sum[kUnroll][8] = {};
         auto next_row = rows();
         for (;;) {
-            const uint4* row[kRows];
-            row[0] = next_row();
-            if (row[0] == nullptr) break;
-#pragma unroll
-            for (int r = 1; r < kRows; ++r) row[r] = row[r - 1] != nullptr ? next_row() : nullptr;
-            uint4 loaded[kUnroll][kRows];
+            const uint4* row = next_row();
+            if (row == nullptr) break;
+            const uint4* next = next_row();
+            uint4 loaded[kUnroll], loaded_next[kUnroll];
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
                 const bool inside = base + u * 32 < chunks;
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const bool is_there = inside and row[r] != nullptr;
-                    loaded[u][r] = is_there ? row[r][base + u * 32] : uint4{};
-                }
+                loaded[u] = inside ? row[base + u * 32] : uint4{};
+                loaded_next[u] = inside and next != nullptr ? next[base + u * 32] : uint4{};
             }
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) add8<T>(sum[u], loaded[u][r]);
+                add8<T>(sum[u], loaded[u]);
+                add8<T>(sum[u], loaded_next[u]);
             }
-            if (row[kRows - 1] == nullptr) break;
+            if (next == nullptr) break;
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {

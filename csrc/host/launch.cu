@@ -370,10 +370,11 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
         int64_t(args->group_units) * args->num_n_tiles[1] * args->num_k_blocks[1] / num_clusters;
     args->lag = stages_between < kFinishersStages ? 2 : 1;
     // Where units share no weights, steps are smaller, so that a unit's GEMM0 is complete earlier.
-    // As many units as before are between that and its GEMM1.
+    // As many units as before are between that and its GEMM1, and with narrow tiles a step more.
     constexpr int kFewUnits = 4;
     if (p->num_ranks == 1 and not kIsFp8 and reads_weights_once(p)) {
-        args->lag = ceil_div(args->group_units * args->lag, kFewUnits);
+        const bool is_narrow = not is_backward and has_narrow_tiles(p);
+        args->lag = ceil_div(args->group_units * args->lag, kFewUnits) + is_narrow;
         args->group_units = kFewUnits;
     } else if (kMayMix and not is_backward and
                protocol::mixes_products(args->preact == nullptr, args->num_k_blocks[0],

@@ -101,11 +101,12 @@ inline int64_t mean_rows(const FlashMoEProblem* p) {
 // True if a forward has narrow tiles: of a rank that is alone, if its experts have a block of rows
 // or less, on average and with all tokens. There a cluster multiplies two or three wide tiles, and
 // would wait between the products for their finishers: narrow ones take 6 to 10 % less. With 256
-// rows they take 1 to 16 % more, since they read more for each product. A box of weights has gate
-// or up rows for a wide tile.
+// rows they take 1 to 16 % more, since they read more for each product. Where tiles gather their
+// rows, twice as many would. A box of weights has gate or up rows for a wide tile.
 inline bool has_narrow_tiles(const FlashMoEProblem* p) {
     if (kIsFp8 or kHasReplicas or is_in_fp8(p)) return false;
-    return p->num_ranks == 1 and not p->is_gated and mean_rows(p) <= BLOCK_M;
+    if (p->num_ranks > 1 or p->is_gated or reads_tokens(p, false)) return false;
+    return mean_rows(p) <= BLOCK_M;
 }
 
 // The columns of a forward's tiles.

@@ -202,9 +202,10 @@ class BackendOptions:
         one_of(("auto", *KEEPS)),
         "What a forward keeps for its backward. all keeps everything that the backward needs, as "
         "the frameworks' own layers do. preactivations keeps the outputs of the first projection, "
-        "and the backward fetches the rows of tokens again. inputs keeps the layer's inputs, and "
-        "the backward computes the rest again. auto takes preactivations where fetching takes "
-        "little of a backward's time by the layer's sizes, else all, and logs its choice.",
+        "and the backward fetches the rows of tokens again, or on one GPU copies or reads tokens. "
+        "inputs keeps the layer's inputs, and the backward computes the rest again. auto takes "
+        "preactivations where that takes little of a backward's time by the layer's sizes, else "
+        "all, and logs its choice.",
     )
     reserved_sms: int = option(
         DEFAULT_RESERVED_SMS,

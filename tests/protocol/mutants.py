@@ -1122,7 +1122,7 @@ MUTANTS = [
     ),
     Mutant(
         "a dispatch warp tells of its share of x before its copies are complete",
-        "both_copied",
+        "both_copied_agents2",
         BY_TMA,
         False,
         (

@@ -44,6 +44,7 @@ BOUNDED = {
     "ranks2_layers_backward": 10_000,
     "ctas2_backward": 10_000,
     "ctas2_agents2": 10_000,
+    "both_copied_agents2": 10_000,
     "meanwhile": 10_000,
     "ranks3_absent": 10_000,
     "ranks3_late": 10_000,

@@ -207,7 +207,7 @@ inline std::vector<Scenario> small_scenarios() {
         all.push_back({"tokens_copied", placed, {one, again(one, Kind::kBackward)}});
         placed.row_access = RowAccess::kInPlaceUntilCopied;
         all.push_back({"both_copied", placed, {one, again(one, Kind::kBackward)}});
-        placed.agents = 2;  // whose tiles do not wait for the bulk copies of dispatch
+        placed.agents = 2;  // tiles do not wait for bulk copies of dispatch
         all.push_back({"both_copied_agents2", placed, {one, again(one, Kind::kBackward)}});
         s.agents = 2;
         all.push_back({"ctas2_agents2", s, {one, one, one}});

@@ -75,13 +75,7 @@ KernelEntry entry_of(const FlashMoEProblem* p, bool is_backward) {
         if (is_in_fp8(p)) return is_backward ? backward_of_fp8(is_gated) : KernelEntry{};
     }
     const bool is_fp16 = p->dtype == FLASHMOE_FLOAT16, is_transposed = p->is_transposed != 0;
-    if (not is_backward and has_narrow_tiles(p)) {
-        using namespace kernel_entries;
-        static constexpr KernelEntry (*kNarrow[2][2])() = {
-            {narrow_forward_bf16, narrow_forward_bf16_transposed},
-            {narrow_forward_fp16, narrow_forward_fp16_transposed}};
-        return kNarrow[is_fp16][is_transposed]();
-    }
+    if (not is_backward and has_narrow_tiles(p)) return kernel_entries::narrow_forward_bf16();
     using Select = KernelEntry (*)(bool);
     static constexpr Select kEntries[2][2][2] = {
         {{forward_bf16, forward_bf16_transposed}, {backward_bf16, backward_bf16_transposed}},

@@ -4,6 +4,9 @@ Which tiles a forward has follows from the most tokens that its layer takes, and
 a batch has. So the same tokens go through a layer that takes few, and one that takes many.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +24,12 @@ pytestmark = pytest.mark.gpu
 NARROW = "flashmoe_narrow_tiles"
 MANY = 8192
 """The most tokens of a layer whose tiles are wide, with 16 experts and a top-k of 2 or more."""
+
+
+def plain(**changes: Any) -> MoEConfig:
+    """A layer of one rank that takes few tokens, whose experts have no gate."""
+    form = {"gated": False, "activation": Activation.GELU, "topk": 2, "max_tokens": 300}
+    return make_config(1, **{**form, **changes})
 
 
 def kernels_of(
@@ -50,21 +59,17 @@ def results_of(
     return evaluated, results
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["k-major", "transposed"])
 @pytest.mark.parametrize(
     ("hidden", "intermediate"),
     [(320, 1280), (448, 1344), (1088, 2048)],
     ids=["whole tiles", "odd tiles", "wide"],
 )
-def test_bits_are_those_of_wide_tiles(
-    hidden: int, intermediate: int, transposed: bool, dtype: torch.dtype
-) -> None:
-    few = make_config(1, hidden=hidden, intermediate=intermediate, topk=2, max_tokens=300)
-    many = make_config(1, hidden=hidden, intermediate=intermediate, topk=2, max_tokens=MANY)
+def test_bits_are_those_of_wide_tiles(hidden: int, intermediate: int) -> None:
+    few = plain(hidden=hidden, intermediate=intermediate)
+    many = replace(few, max_tokens=MANY)
     for routing in ROUTINGS:
-        inputs = steps.make_inputs(few, routing, [300], dtype=dtype)
-        weights = steps.weights_of(few, inputs, transposed=transposed)
+        inputs = steps.make_inputs(few, routing, [300])
+        weights = steps.weights_of(few, inputs)
         got, steps_got = results_of(few, inputs, weights, narrow=True)
         want, steps_want = results_of(many, inputs, weights, narrow=False)
         assert torch.equal(got, want), routing.__name__
@@ -73,24 +78,27 @@ def test_bits_are_those_of_wide_tiles(
 
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda activation: activation.name)
 def test_activations(activation: Activation) -> None:
-    config = make_config(1, intermediate=1280, topk=2, max_tokens=300, activation=activation)
+    config = plain(intermediate=1280, activation=activation)
     inputs = steps.make_inputs(config, cases.uniform, [300])
     _, results = results_of(config, inputs, steps.weights_of(config, inputs), narrow=True)
     assert_as_good(results, expected(config, inputs))
 
 
 @pytest.mark.parametrize(
-    ("gated", "intermediate"), [(True, 1280), (False, 1024)], ids=["gated", "gathered"]
+    ("changes", "dtype", "transposed"),
+    [
+        ({"gated": True, "activation": Activation.SILU}, torch.bfloat16, False),
+        ({"intermediate": 1024}, torch.bfloat16, False),
+        ({}, torch.float16, False),
+        ({}, torch.bfloat16, True),
+    ],
+    ids=["gated", "gathered", "fp16", "transposed"],
 )
-def test_others_have_wide_tiles(gated: bool, intermediate: int) -> None:
-    config = make_config(
-        1,
-        intermediate=intermediate,
-        gated=gated,
-        activation=Activation.SILU if gated else Activation.GELU,
-        topk=2,
-        max_tokens=300,
-    )
-    inputs = steps.make_inputs(config, cases.uniform, [300])
-    _, results = results_of(config, inputs, steps.weights_of(config, inputs), narrow=False)
+def test_others_have_wide_tiles(
+    changes: dict[str, Any], dtype: torch.dtype, transposed: bool
+) -> None:
+    config = plain(**{"intermediate": 1280, **changes})
+    inputs = steps.make_inputs(config, cases.uniform, [300], dtype=dtype)
+    weights = steps.weights_of(config, inputs, transposed=transposed)
+    _, results = results_of(config, inputs, weights, narrow=False)
     assert_as_good(results, expected(config, inputs))

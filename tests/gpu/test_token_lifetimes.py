@@ -75,7 +75,7 @@ class Layer:
         return [grad for grad in found if grad is not None]
 
 
-@pytest.fixture(params=[192, 640], ids=["read", "copied"], autouse=True)
+@pytest.fixture(params=[192, 320], ids=["read", "copied"], autouse=True)
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with experts whose backward reads tokens in place, and with some that copy them."""
     monkeypatch.setattr(Layer, "width", request.param)

@@ -12,11 +12,8 @@ struct KernelEntry {
     int smem_bytes;
 };
 
-// Forwards with narrow tiles, of experts without a gate.
+// A forward with narrow tiles, of experts without a gate, whose weights are K-major.
 KernelEntry narrow_forward_bf16();
-KernelEntry narrow_forward_bf16_transposed();
-KernelEntry narrow_forward_fp16();
-KernelEntry narrow_forward_fp16_transposed();
 
 }  // namespace kernel_entries
 

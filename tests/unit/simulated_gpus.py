@@ -149,7 +149,8 @@ class Library:
     """The library's functions, for the ranks of :class:`Gpus`."""
 
     reads_tokens = bindings.READS_NO_TOKENS
-    """Whether backwards can read or copy tokens in place of rows."""
+    """How backwards get at rows that were not kept: bindings' READS_NO_TOKENS, READS_TOKENS or
+    COPIES_TOKENS."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus

@@ -1130,9 +1130,16 @@ MUTATIONS = (
         "tables of weights that move pile up",
         "_remember",
         "if len(tables) >= MOST_LAYERS: if tables is self._of_weights: "
-        "self._memory.captured.keep(*tables.values()) tables.clear()",
+        "self._memory.captured.keep_left(*tables.values()) tables.clear()",
         "pass",
         "tests/unit/test_stacks.py::test_tables_of_weights_that_move_do_not_pile_up",
+    ),
+    Mutation(
+        "tables of weights end with a layer that graphs outlive",
+        "__init__",
+        "weakref.finalize(self, memory.captured.keep_left, self._of_weights).atexit = False",
+        "pass",
+        "tests/unit/test_tables.py::test_tables_that_a_graph_reads_outlive_their_layers",
     ),
     Mutation(
         "rows of replicas do not fit a bound that they are within",

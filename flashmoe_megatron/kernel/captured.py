@@ -48,8 +48,11 @@ class Captured:
                 self._drops[_drop] = None
 
     def keep(self, *objects: object) -> None:
-        """Keeps objects, if graphs have captured launches on this heap or on an earlier one."""
-        self.note_launch()
+        """Keeps objects that a launch reads which a graph captures, or has captured."""
+        self._kept.append(objects)
+
+    def keep_left(self, *objects: object) -> None:
+        """Keeps objects that lose their owner, if graphs have captured launches on some heap."""
         if self.has_heap or self._kept:
             self._kept.append(objects)
 

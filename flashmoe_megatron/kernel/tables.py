@@ -5,6 +5,7 @@ tensors that it points to, since making one takes the host longer than a launch.
 """
 
 import ctypes
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -49,6 +50,8 @@ class AddressTables:
         self._device = device
         self._of_weights: dict[tuple[Hashable, ...], WeightTables] = {}
         self._of_grads: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        # A graph may outlive its layers, and reads tables that calls before its capture have made.
+        weakref.finalize(self, memory.captured.keep_left, self._of_weights).atexit = False
         self._copies: torch.Tensor | None = None
 
     def of_weights(
@@ -295,6 +298,6 @@ class AddressTables:
             return  # what it holds is there once a graph is replayed, for that graph
         if len(tables) >= MOST_LAYERS:
             if tables is self._of_weights:  # a capture keeps gradients' tables itself
-                self._memory.captured.keep(*tables.values())
+                self._memory.captured.keep_left(*tables.values())
             tables.clear()
         tables[key] = table

@@ -1,16 +1,20 @@
 """A stated bound of rows: the whole layer is one launch, which plans for itself."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from flashmoe_megatron.config import Keep
 from flashmoe_megatron.errors import RoutingError, RowBoundError
+from flashmoe_megatron.kernel.backend import KernelBackend
 from flashmoe_megatron.weights import WeightGrad
 from tests.gpu import steps
 from tests.gpu.expected import assert_as_good, expected
 from tests.gpu.layers import TOKENS, make_config
 from tests.gpu.spinner import Spinner
-from tests.gpu.virtual import VirtualLayer
+from tests.gpu.virtual import VirtualLayer, device
 from tests.unit import cases
 
 pytestmark = pytest.mark.gpu
@@ -163,6 +167,36 @@ def test_a_graph_replays_it_with_new_inputs():
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, result)
+
+
+def test_a_graph_outlives_its_layer():
+    """What the layer alone had is free, and others write there; weights are the caller's."""
+    config = make_config(1)
+    inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
+    weights = steps.weights_of(config, inputs)[0]
+    given = inputs.x[0], inputs.probs[0], inputs.routing_map[0]
+    backend = KernelBackend(config, None, device())
+
+    want, _ = backend.finish(backend.begin(*given), weights, training=False)
+    enough = int(backend._sizes.max_row_blocks)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = backend.finish(backend.begin(*given, enough), weights, training=False)
+    gone = weakref.ref(backend)
+    del backend
+    gc.collect()
+    assert gone() is None
+    poison = [
+        torch.full((size,), 0xFF, dtype=torch.uint8, device=device())
+        for size in (512 << n for n in range(12))
+        for _ in range(16)
+    ]
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+    assert all(bool((each == 0xFF).all()) for each in poison)
 
 
 def test_a_graph_replays_a_backward_whose_gradients_are_its_own():

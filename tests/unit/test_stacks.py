@@ -186,7 +186,7 @@ def test_tables_of_weights_that_move_do_not_pile_up(calls: Calls, monkeypatch: p
     monkeypatch.setattr(kernel_tables, "MOST_LAYERS", 2)
     kept: list[object] = []
     tables = address_tables(CONFIG)
-    captured = SimpleNamespace(keep=lambda *given: kept.extend(given))
+    captured = SimpleNamespace(keep_left=lambda *given: kept.extend(given))
     tables._memory = SimpleNamespace(captured=captured)  # type: ignore[assignment]
     moved = [stacked(in_bf16(make_tensors()), [4]) for _ in range(5)]
     made = [tables.of_weights(ExpertWeights(**each), PROBLEM, SIZES) for each in moved]

@@ -1,12 +1,15 @@
 """When the tables of weights' addresses are made anew."""
 
+import gc
 import types
+import weakref
 
 import pytest
 import torch
 
 from flashmoe_megatron.errors import ShapeError
 from flashmoe_megatron.kernel import bindings, tables
+from flashmoe_megatron.kernel.captured import Captured
 from flashmoe_megatron.kernel.gradients import UniformGrads
 from flashmoe_megatron.kernel.memory import plan_memory
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
@@ -29,7 +32,7 @@ def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(mo
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
     monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
-    memory = types.SimpleNamespace(own_heap=HEAP, captured=types.SimpleNamespace(keep=lambda _: 0))
+    memory = types.SimpleNamespace(own_heap=HEAP, captured=Captured())
     cache = tables.AddressTables(config, memory, torch.device("cpu"))
     fc1, fc2 = ((torch.zeros(n, 64, dtype=torch.bfloat16),) * 4 for n in (128, 64))
     weights = ExpertWeights(fc1, fc2)
@@ -55,7 +58,8 @@ def test_layers_in_fp8_share_the_copies_of_their_weights(monkeypatch):
     monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
     monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
     kept: list[torch.Tensor] = []
-    memory = types.SimpleNamespace(captured=types.SimpleNamespace(keep=kept.append))
+    memory = types.SimpleNamespace(captured=Captured())
+    monkeypatch.setattr(memory.captured, "keep", kept.append)
     problem = native.problem_of(config)
     sizes = native.sizes_of(problem)
 
@@ -93,7 +97,7 @@ class GradTables:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
         self.config = cases.make_config()
-        self.captured = types.SimpleNamespace(keep=lambda *_: None)
+        self.captured = Captured()
         memory = types.SimpleNamespace(captured=self.captured)
         self._tables = tables.AddressTables(self.config, memory, torch.device("cpu"))
         self._problem = native.problem_of(self.config)
@@ -144,7 +148,7 @@ def test_gradients_of_another_size_at_known_addresses_are_refused(monkeypatch, a
 def test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone(monkeypatch):
     """Buffers that move have many tables; graphs or none, these are found again, or forgotten."""
     cache, kept = GradTables(monkeypatch), []
-    cache.captured.keep = kept.append
+    monkeypatch.setattr(cache.captured, "keep", kept.append)
     monkeypatch.setattr(tables, "MOST_LAYERS", 2)
     buffers = [cache.stacks() for _ in range(4)]
     made = [cache.of(*each) for each in buffers]
@@ -157,6 +161,33 @@ def test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone(monke
     assert [id(one) for one in kept] == [id(made[3])]
     cache.of(*buffers[0])
     assert cache.made == 6
+
+
+@pytest.mark.parametrize("has_graph", [False, True], ids=["no graph", "a graph"])
+def test_tables_that_a_graph_reads_outlive_their_layers(monkeypatch, has_graph: bool):
+    """Calls before a capture have made the tables of weights, and the capture finds them."""
+    is_capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
+    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    memory = types.SimpleNamespace(captured=Captured())
+    config = cases.make_config()
+    problem = native.problem_of(config)
+    sizes = native.sizes_of(problem)
+    monkeypatch.setattr(bindings, "call", lambda *args: None)  # no descriptors without a driver
+    cache = tables.AddressTables(config, memory, torch.device("cpu"))
+    shapes = (config.fc1_rows, config.hidden), (config.hidden, config.intermediate)
+    fc1, fc2 = (torch.zeros(config.num_local_experts, *each).bfloat16() for each in shapes)
+    weights = ExpertWeights(tuple(fc1), tuple(fc2))
+    table = cache.of_weights(weights, problem, sizes).maps
+    is_capturing[0] = has_graph
+    assert cache.of_weights(weights, problem, sizes).maps is table
+    memory.captured.note_launch()
+    is_capturing[0] = False
+    read = weakref.ref(table)
+    del cache, table
+    gc.collect()
+    assert (read() is not None) == has_graph
 
 
 @pytest.mark.parametrize("experts", ["bf16", "fp8", "fp8_dgrad"])

@@ -35,6 +35,7 @@ from flashmoe_megatron.adapters.megatron.schedule import patch_schedule
 from flashmoe_megatron.doctor.installed import environment
 from flashmoe_megatron.errors import ConfigError
 from tests.distributed import PATIENCE_S, RankPool
+from tests.forks import ForkServer, run_program
 from tests.megatron import recipes
 from tests.megatron.harness import (
     MEGATRON,
@@ -375,7 +376,7 @@ def test_overlaps_of_bridge_take_our_name() -> None:
 
 AUTOLOAD = """
 from flashmoe_megatron.autoload import autoload
-autoload()  # as torch does where the package is installed
+autoload()  # as torch does at its import
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from flashmoe_megatron.errors import ConfigError
 print(hasattr(MoELayer.dispatch, "_flashmoe_original"))
@@ -412,8 +413,11 @@ except AssertionError as error:
     ],
     ids=str,
 )
-def test_the_variable_implies_autoload(environment: dict[str, str], said: list[str]) -> None:
-    ran = run_python("-c", AUTOLOAD, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **environment)
+def test_the_variable_implies_autoload(
+    environment: dict[str, str], said: list[str], without_megatron: ForkServer, tmp_path: Path
+) -> None:
+    ran = run_program(without_megatron, AUTOLOAD, tmp_path, PATIENCE_S, **environment)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == said
 
 

@@ -312,6 +312,21 @@ def test_what_mypy_finds(tmp_path):
     assert found == wanted, done.stdout + done.stderr
 
 
+def test_the_protocols_page_has_every_counter_that_a_launch_waits_for():
+    text = (ROOT / "csrc/flashmoe/moe/workspace.cuh").read_text()
+    _, _, fields = text.partition("struct Tickets {\n")
+    fields = re.sub(r"//.*", "", fields.partition("};")[0])
+    names = re.findall(r"(\w+)(?:\[\d+\])?[,;]", fields)
+    assert {"tile", "leaving", "barrier", "tokens_copied"} <= set(names)
+    page = (ROOT / "csrc/PROTOCOL.md").read_text()
+    plain = {"tile", "dispatch", "pushed", "pulled"}  # tickets are taken, and none waits for them
+    assert not [
+        name
+        for name in names
+        if name not in plain and f"`{name}" not in page and f"`tickets.{name}" not in page
+    ]
+
+
 def test_readme_begins_with_the_two_commands():
     blocks = re.findall(r"```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert blocks[:2] == ["bash examples/pretrain_moe.sh\n", "bash tests/run.sh\n"]

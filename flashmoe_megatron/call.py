@@ -15,7 +15,7 @@ import torch
 
 from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_grads, check_weights
-from flashmoe_megatron.config import Keep, MoEConfig
+from flashmoe_megatron.config import Keep, MoEConfig, check_class
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.hooks import EVERYWHERE, Call, Hooks, Reach
 from flashmoe_megatron.low_rank import NO_FACTORS, Factors
@@ -515,7 +515,11 @@ class Together:
         self.error: Exception | None = None
         self._backend = backend
         self._may_be_void = may_be_void
-        self._num_calls = backend.num_calls if num_calls is None else num_calls
+        try:
+            self._num_calls = backend.num_calls if num_calls is None else num_calls
+        except AttributeError:
+            check_class("backend", backend, Backend, "what select_backend gives")
+            raise
 
     def __enter__(self) -> "Together":
         """Returns itself; nothing is sent before there is an error."""

@@ -91,14 +91,14 @@ def check_tokens(
         if tuple(tensor.shape) != wanted:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {list(wanted)}")
         if tensor.dtype not in dtypes:
-            raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
+            raise ShapeError(f"{name} is {tensor.dtype}, wanted {dtype_names(dtypes)}")
         _check_placement(name, tensor, device)
 
 
 def check_choices_dtype(topk_idx: torch.Tensor) -> None:
     """Refuses indices that are not integers of 32 or 64 bits, which would be taken for a map."""
     if topk_idx.dtype not in INDEX_DTYPES:
-        raise ShapeError(f"topk_idx is {topk_idx.dtype}, wanted {_names(INDEX_DTYPES)}")
+        raise ShapeError(f"topk_idx is {topk_idx.dtype}, wanted {dtype_names(INDEX_DTYPES)}")
 
 
 def check_choices(
@@ -135,7 +135,7 @@ def check_choices(
         if tensor.dim() != 2 or tensor.shape[0] != x.shape[0] or tensor.shape[1] > config.topk:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted {wanted}")
         if tensor.dtype not in dtypes:
-            raise ShapeError(f"{name} is {tensor.dtype}, wanted {_names(dtypes)}")
+            raise ShapeError(f"{name} is {tensor.dtype}, wanted {dtype_names(dtypes)}")
         _check_placement(name, tensor, x.device)
     if topk_idx.shape != topk_weight.shape:
         raise ShapeError(
@@ -245,6 +245,16 @@ def _check_kind(name: str, tensor: object) -> None:
     raise ShapeError(f"{name} is a {kind.__name__}, wanted a plain torch.Tensor{way}")
 
 
+def check_token_dtype(dtype: object) -> None:
+    """Refuses a dtype of tokens and weights that no backend computes in.
+
+    Raises:
+        ConfigError: It is another dtype, or none, as the name of one.
+    """
+    if dtype not in TOKEN_DTYPES:
+        raise ConfigError(f"dtype {dtype!r}: wanted one of {dtype_names(TOKEN_DTYPES)}")
+
+
 def check_split(config: MoEConfig, weights: ExpertWeights) -> None:
     """Refuses gate and up projections apart where the experts have no such form."""
     if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
@@ -312,7 +322,9 @@ def check_weights(config: MoEConfig, weights: ExpertWeights, device: torch.devic
     fc2 = (config.hidden, config.intermediate)
     dtype = weights.fc1[0].dtype if weights.fc1 else TOKEN_DTYPES[0]
     if dtype not in TOKEN_DTYPES:
-        raise ShapeError(f"the experts' weights are {dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+        raise ShapeError(
+            f"the experts' weights are {dtype}, wanted one of {dtype_names(TOKEN_DTYPES)}"
+        )
     has_biases = bool(weights.fc1_bias or weights.fc2_bias)
     check_fp8(config, dtype, transposed=weights.transposed, has_biases=has_biases)
     found: dict[str, Any] = {}
@@ -374,7 +386,7 @@ def check_kernel_tensor(
     if tensor.device != device:
         raise ShapeError(f"{name}: on {tensor.device}, wanted {device}")
     if tensor.dtype not in dtypes:
-        raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {_names(dtypes)}")
+        raise ShapeError(f"{name}: dtype {tensor.dtype}, wanted {dtype_names(dtypes)}")
     if not tensor.is_contiguous():
         raise ShapeError(f"{name}: strides {tensor.stride()}, wanted contiguous")
     address = tensor.data_ptr()
@@ -455,5 +467,6 @@ def _check_placement(name: str, tensor: torch.Tensor, device: torch.device) -> N
         )
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Names dtypes for a message."""
     return " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))

@@ -55,6 +55,16 @@ def got(name: str, value: object) -> str:
     return f"{name}={value!r}" + (f" of type {kind.__module__}.{kind.__name__}" * is_foreign)
 
 
+def check_class(name: str, value: object, kind: type, wanted: str) -> None:
+    """Refuses an argument of another class; ``wanted`` names the right one, with its article.
+
+    Raises:
+        ConfigError: The message begins with ``name``.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is of class {type(value).__name__}: wanted {wanted}")
+
+
 def nearest(name: object, names: Iterable[str], spell: Callable[[str], str] = repr) -> str:
     """Words on what an unknown name may have meant, nothing where no name is like it."""
     like = difflib.get_close_matches(str(name), names, n=1)
@@ -306,6 +316,11 @@ class MoEConfig:
     def fc1_rows(self) -> int:
         """Rows of fc1's weight: ``2F`` if gated, else ``F``."""
         return 2 * self.intermediate if self.gated else self.intermediate
+
+
+def check_config(config: object) -> None:
+    """Refuses what is no layer's shape, such as a dictionary of its fields."""
+    check_class("config", config, MoEConfig, "a MoEConfig")
 
 
 def align_capacity(capacity: int, tile: int = TILE_M) -> int:

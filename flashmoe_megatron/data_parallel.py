@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from flashmoe_megatron.config import check_class
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
@@ -194,8 +195,7 @@ def _reducers_of(layer: FlashMoELayer) -> list[_Reducer]:
 
 
 def _spread_layers(model: nn.Module) -> Iterator[tuple[str, FlashMoELayer]]:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is a {type(model).__name__}, wanted a torch.nn.Module")
+    check_class("the model", model, nn.Module, "a torch.nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, FlashMoELayer) and module.config.num_ranks > 1:
             yield name, module

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flashmoe_megatron.call import Together
-from flashmoe_megatron.config import MAX_TOPK, got, is_count, is_number
+from flashmoe_megatron.config import MAX_TOPK, check_class, got, is_count, is_number
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.gate_rules import (
     Choice,
@@ -336,9 +336,12 @@ class GatedExperts(nn.Module):
         """Puts the two together.
 
         Raises:
-            ConfigError: The gate is of another size, or selects more experts than the layer can.
+            ConfigError: Either is of another class, the gate is of another size, or it selects more
+                experts than the layer can.
         """
         super().__init__()
+        check_class("gate", gate, Gate, "a Gate of flashmoe_megatron.gates")
+        check_class("layer", layer, FlashMoELayer, "a FlashMoELayer")
         config = layer.config
         for name in ("hidden", "num_experts"):
             if getattr(gate, name) != getattr(config, name):

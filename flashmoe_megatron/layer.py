@@ -21,9 +21,11 @@ from flashmoe_megatron.checks import (
     check_choices,
     check_readable,
     check_router_weight,
+    check_token_dtype,
     choices_problem,
+    dtype_names,
 )
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import MoEConfig, check_class, check_config
 from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
@@ -108,7 +110,7 @@ def _apply_choices(
 ) -> torch.Tensor:
     """Does what :func:`moe_forward` does, with tokens that can be read; its caller's errors too."""
     if x.dtype not in TOKEN_DTYPES:  # before its routing weights, which may have its dtype
-        raise ShapeError(f"x is {x.dtype}, wanted one of {_names(TOKEN_DTYPES)}")
+        raise ShapeError(f"x is {x.dtype}, wanted one of {dtype_names(TOKEN_DTYPES)}")
     check_readable("topk_idx", topk_idx)
     check_readable("topk_weight", topk_weight)
     topk_idx, topk_weight = topk_idx.contiguous(), topk_weight.contiguous()
@@ -292,9 +294,13 @@ class FlashMoELayer(nn.Module):
             dtype,
             backend,
             options,
-            lacks_router=fuse_router and not router,
-            bias=bias,
-            split=split,
+            switches={
+                "router": router,
+                "fuse_router": fuse_router,
+                "bias": bias,
+                "split": split,
+                "check_routing": check_routing,
+            },
         )
         told = Ranks(self.expert_group.group).all(check, alike=lambda one: one.alike)
         self._backends: dict[torch.dtype, Backend] = {}
@@ -433,8 +439,8 @@ class FlashMoELayer(nn.Module):
         """Routes if no choice is given, and applies the experts.
 
         Args:
-            x: ``[..., hidden]``, contiguous, 16-byte aligned; any number of tokens up to
-                ``config.max_tokens``, also none, also a different number on each rank.
+            x: ``[..., num_tokens, hidden]``, contiguous, 16-byte aligned; any number of tokens up
+                to ``config.max_tokens``, also none, also a different number on each rank.
             topk_idx: As in :func:`moe_forward`, with one row per token of ``x`` in order; ``None``
                 for the own router's choice.
             topk_weight: As in :func:`moe_forward`.
@@ -473,7 +479,9 @@ class FlashMoELayer(nn.Module):
             self._check_experts()
         check_readable("x", x)
         if x.dim() < 2 or x.shape[-1] != self.config.hidden:
-            raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., {self.config.hidden}]")
+            raise ShapeError(
+                f"x has shape {tuple(x.shape)}, wanted [..., num_tokens, {self.config.hidden}]"
+            )
         if not x.is_contiguous():
             raise ShapeError(
                 f"x has shape {tuple(x.shape)} and strides {x.stride()}, wanted contiguous rows; "
@@ -691,19 +699,20 @@ def _check_arguments(
     backend: BackendKind | Backend,
     options: dict[str, Any],
     *,
-    lacks_router: bool,
-    bias: bool,
-    split: bool,
+    switches: dict[str, bool],
 ) -> _Told:
     """Returns what concerns the other ranks, and refuses what makes no layer on this one.
 
     Not collective. For errors see :class:`FlashMoELayer`.
     """
-    if dtype not in TOKEN_DTYPES:
-        raise ConfigError(f"dtype {dtype}: wanted one of {_names(TOKEN_DTYPES)}")
-    if lacks_router:
+    check_config(config)
+    check_token_dtype(dtype)
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: wanted True or False")
+    if switches["fuse_router"] and not switches["router"]:
         raise ConfigError("fuse_router=True without a router: wanted router=True")
-    if split and (not config.gated or config.glu_interleave):
+    if switches["split"] and (not config.gated or config.glu_interleave):
         raise ConfigError(
             f"split=True with gated={config.gated}, glu_interleave={config.glu_interleave}: "
             "wanted True and 0"
@@ -719,14 +728,17 @@ def _check_arguments(
             raise BackendOptions.refusal("row_bound", "auto", NOT_MEASURED)
     elif options:
         raise ConfigError(f"{', '.join(options)} beside a backend that is given: wanted its own")
-    elif backend.config != config:
-        raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
+    else:
+        check_class("backend", backend, Backend, "a name, or what select_backend gives")
+        if backend.config != config:
+            raise ConfigError(f"the backend was made for {backend.config}, the layer is {config}")
     try:
         torch.empty(0, device=here)
     except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA
         raise DeviceError(f"the device '{here}' cannot be used: {error}") from error
     whose = "its own" if isinstance(backend, str) else "another layer's"
-    alike = {"backend": whose, "dtype": dtype, "bias": bias, "split": split}
+    own = {name: switches[name] for name in ("bias", "split")}
+    alike = {"backend": whose, "dtype": dtype, **own}
     return _Told(alike, is_on_meta=here.type == "meta")
 
 
@@ -737,10 +749,6 @@ def _default_device() -> torch.device:
     if any(isinstance(mode, DeviceContext) for mode in modes):
         return torch.get_default_device()
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)
 
 
 def _check_drawable(name: str, given: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from flashmoe_megatron.config import (
     MIN_TIMEOUT,
     Experts,
     KeepOption,
+    MoEConfig,
     got,
     is_count,
     is_number,
@@ -92,7 +93,7 @@ def or_auto(rule: Rule) -> Rule:
 
     def wanted(value: Any) -> str | None:
         instead = None if value == "auto" else rule.wanted(value)
-        return f"{instead}, or auto" if instead else None
+        return f"{instead}, or in Megatron auto" if instead else None
 
     def read(text: str) -> RowBound:
         try:
@@ -478,6 +479,8 @@ def make_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     names = [one.name for one in options_of(kind)]
     for name in given:
         if name not in names:
+            if name in {one.name for one in fields(MoEConfig)}:
+                raise ConfigError(f"option {name!r} is a field of MoEConfig: wanted it there")
             raise ConfigError(
                 f"option {name!r} is unknown{nearest(name, names)}: wanted some of "
                 f"{', '.join(names)}"

@@ -14,6 +14,7 @@ from flashmoe_megatron.config import (
     KeepOption,
     MoEConfig,
     align_capacity,
+    check_config,
     got,
     is_count,
     is_number,
@@ -131,8 +132,9 @@ def plan_buffer_rows(config: MoEConfig, *, capacity: int | None = None) -> Buffe
         capacity: Rows that one rank may send to one expert; ``None`` if nothing is dropped.
 
     Raises:
-        ConfigError: ``capacity`` is negative.
+        ConfigError: ``capacity`` is negative, or ``config`` of another class.
     """
+    check_config(config)
     if capacity is not None and not is_count(capacity, least=0):
         raise ConfigError(f"{got('capacity', capacity)}: must be an int, and not negative")
     num_experts = config.num_local_experts

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flashmoe_megatron.attempts import ATTEMPTS
+from flashmoe_megatron.config import check_class
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, RowBoundError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.ranks import Ranks
@@ -213,8 +214,7 @@ class RepeatedSteps(Steps):
 
     def __init__(self, model: nn.Module, zero_grad: Callable[[], object]) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"the model is a {type(model).__name__}, wanted a torch.nn.Module")
+        check_class("the model", model, nn.Module, "a torch.nn.Module")
         if not callable(zero_grad):
             raise ConfigError(f"zero_grad is a {type(zero_grad).__name__}, wanted a function")
         self._given, self._zero_grad = model, zero_grad

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from flashmoe_megatron.config import MoEConfig, is_number
+from flashmoe_megatron.config import MoEConfig, check_class, is_number
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 
 Score = Literal["softmax", "sigmoid"]
@@ -152,7 +152,11 @@ def open_router(
     Returns:
         Probabilities and logits, both differentiable in ``x`` and ``weight``, without meaning until
         that forward has run, and the router to give to it.
+
+    Raises:
+        ConfigError: ``config`` is of another class.
     """
+    check_class("router", config, RouterConfig, "a RouterConfig")
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     shape = (x.shape[0], moe.num_experts)
     logits, probs = (torch.empty(shape, dtype=wide, device=x.device) for _ in range(2))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from flashmoe_megatron.call import Backend
-from flashmoe_megatron.checks import KERNEL_DTYPES, check_kernel_experts
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.checks import KERNEL_DTYPES, check_kernel_experts, check_token_dtype
+from flashmoe_megatron.config import MoEConfig, check_config
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
@@ -116,7 +116,8 @@ def select_backend(
 
     Raises:
         ConfigError: ``kind`` or an option is unknown, the ranks disagree on ``kind``, ``config``,
-            ``dtype`` or an option that concerns all of them, or do not lie in blocks of hosts, the
+            ``dtype`` or an option that concerns all of them, or do not lie in blocks of hosts,
+            nothing can be computed in ``dtype``, ``config`` is no :class:`MoEConfig`, the
             layer cannot have the spare slots, the degree or the ``tensor_group``, or this rank is
             not in a group.
         DeviceError: There is no such device here, ``kind`` is "kernel" and it is not a Hopper GPU,
@@ -424,7 +425,10 @@ def _choose(
     tensor_group: dist.ProcessGroup | None,
 ) -> _Choice:
     """Returns what :func:`select_backend` is given, if this rank can serve it. Not collective."""
+    check_config(config)
     check_member(tensor_group, "tensor_group")
+    if dtype is not None:
+        check_token_dtype(dtype)
     chosen_options = make_options(BackendOptions, options)
     here = named_device(device)
     chosen = resolve_kind(kind, here, dtype)
@@ -505,6 +509,10 @@ def named_device(device: torch.device | str) -> torch.device:
     """The device of a name, which need not be here, or a DeviceError if none has it."""
     try:
         return torch.device(device)
+    except TypeError:
+        raise DeviceError(
+            f"device={device!r}: wanted a torch.device, or its name, as 'cuda:0'"
+        ) from None
     except RuntimeError as error:
         raise DeviceError(f"there is no device {str(device)!r}: {error}") from error
 

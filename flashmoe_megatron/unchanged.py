@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from flashmoe_megatron.config import check_class
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.layer import FlashMoELayer
 from flashmoe_megatron.promise import promised
@@ -32,8 +33,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
         ConfigError: The model is no module, or has no
             :class:`~flashmoe_megatron.layer.FlashMoELayer` whose experts compute in FP8.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"the model is a {type(model).__name__}, wanted a torch.nn.Module")
+    check_class("the model", model, nn.Module, "a torch.nn.Module")
     promises = [
         module.promise
         for module in model.modules()

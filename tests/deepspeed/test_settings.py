@@ -23,6 +23,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "section 'flash_moe', which nobody reads; wanted 'flashmoe'",
     ),
     ({"FlashMoE": {}}, "section 'FlashMoE'"),
+    ({"flashmo": {"enabled": True}}, "section 'flashmo', which nobody reads; wanted 'flashmoe'"),
+    ({"flashmoe_megatron": {"enabled": True}}, "section 'flashmoe_megatron', which nobody reads"),
     ({"flashmoe": {}}, r"flashmoe\.enabled is missing, wanted true or false"),
     ({"flashmoe": {"backend": "kernel"}}, r"flashmoe\.enabled is missing"),
     ({"flashmoe": {"enabled": "true"}}, r"flashmoe\.enabled is 'true', wanted true or false"),

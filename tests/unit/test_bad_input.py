@@ -1,6 +1,7 @@
 """Every wrong input gets an error that names what was got and what was wanted."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +14,18 @@ from flashmoe_megatron.checks import (
     check_weight_grads,
     check_weights,
 )
-from flashmoe_megatron.errors import ConfigError, FlashMoEError, RoutingError, ShapeError
-from flashmoe_megatron.layer import moe_forward
+from flashmoe_megatron.errors import (
+    ConfigError,
+    DeviceError,
+    FlashMoEError,
+    RoutingError,
+    ShapeError,
+)
+from flashmoe_megatron.gates import GatedExperts, GShardGate
+from flashmoe_megatron.layer import FlashMoELayer, moe_forward, moe_router_forward
+from flashmoe_megatron.planner import plan_buffer_rows
+from flashmoe_megatron.repeats import RepeatedSteps
+from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.distributed import RankPool
@@ -366,6 +377,76 @@ def test_good_input_is_accepted():
     assert moe_apply(BACKEND, **call).shape == (NUM_TOKENS, 64)
     out = moe_forward(call["x"], **choice(), weights=call["weights"], backend=BACKEND)
     assert out.shape == (NUM_TOKENS, 64)
+
+
+def layer(**changes: Any) -> FlashMoELayer:
+    return FlashMoELayer(changes.pop("config", cases.CONFIG), device="cpu", **changes)
+
+
+IS_DICT = "config is of class dict: wanted a MoEConfig"
+NOT_A_BACKEND = "backend is of class %s: wanted .*what select_backend gives"
+DTYPES = "wanted one of torch.bfloat16 or torch.float16 or torch.float32 or torch.float64"
+WRONG_KINDS: dict[str, tuple[Callable[[], object], str]] = {
+    "a layer's shape as a dictionary": (lambda: layer(config={"hidden": 64}), IS_DICT),
+    "a backend's": (lambda: select_backend(cast(Any, {}), None, "cpu"), IS_DICT),
+    "buffers'": (lambda: plan_buffer_rows(cast(Any, {})), IS_DICT),
+    "a backend as a number": (lambda: layer(backend=3), NOT_A_BACKEND % "int"),
+    "a backend's name in a call": (
+        lambda: moe_forward(**choice(), **inputs_of_a_call(), backend=cast(Any, "auto")),
+        NOT_A_BACKEND % "str",
+    ),
+    "a gate's name as a switch": (
+        lambda: layer(router="gshard"),
+        "router='gshard': wanted True or False",
+    ),
+    "a switch as a number": (lambda: layer(bias=1), "bias=1: wanted True or False"),
+    "a dtype's name": (lambda: layer(dtype="bf16"), f"dtype 'bf16': {DTYPES}"),
+    "a dtype of a backend": (
+        lambda: select_backend(cases.CONFIG, None, "cpu", dtype=torch.int8),
+        f"dtype torch.int8: {DTYPES}",
+    ),
+    "the precision of experts beside their shape": (
+        lambda: layer(experts="fp8"),
+        "option 'experts' is a field of MoEConfig: wanted it there",
+    ),
+    "a device": (
+        lambda: select_backend(cases.CONFIG, None, cast(Any, None)),
+        "device=None: wanted a torch.device, or its name, as 'cuda:0'",
+    ),
+    "a router's rule as a word": (
+        lambda: moe_router_forward(
+            **inputs_of_a_call(),
+            router_weight=torch.zeros(8, 64),
+            backend=BACKEND,
+            router=cast(Any, "softmax"),
+        ),
+        "router is of class str: wanted a RouterConfig",
+    ),
+    "a gate": (
+        lambda: GatedExperts(cast(Any, "gshard"), layer()),
+        "gate is of class str: wanted a Gate of flashmoe_megatron.gates",
+    ),
+    "a gate's layer": (
+        lambda: GatedExperts(GShardGate(64, 8), cast(Any, torch.nn.Linear(64, 8))),
+        "layer is of class Linear: wanted a FlashMoELayer",
+    ),
+    "a model": (
+        lambda: RepeatedSteps(cast(Any, [layer()]), lambda: None),
+        "the model is of class list: wanted a torch.nn.Module",
+    ),
+}
+
+
+def inputs_of_a_call() -> dict[str, Any]:
+    call = good()
+    return {"x": call["x"], "weights": call["weights"]}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_an_argument_of_another_kind(name: str):
+    call, message = WRONG_KINDS[name]
+    with pytest.raises((ConfigError, DeviceError), match=f"^{message}"):
+        call()
 
 
 def test_fc2_is_transposed_with_fc1():

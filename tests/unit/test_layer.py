@@ -209,7 +209,7 @@ def test_state_dict_round_trip():
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        ((torch.zeros(64),), ShapeError, r"x has shape \(64,\), wanted \[\.\.\., 64\]"),
+        ((torch.zeros(64),), ShapeError, r"x has shape \(64,\), wanted \[\.\.\., num_tokens, 64\]"),
         ((torch.zeros(2, 128),), ShapeError, r"x has shape \(2, 128\)"),
         ((torch.zeros(64, 2).t(),), ShapeError, "x .*wanted contiguous rows"),
         ((torch.zeros(2, 64),), ConfigError, "the layer has no router: give topk_idx"),

@@ -32,7 +32,11 @@ KINDS = [BackendOptions, FrameworkOptions, megatron.Settings, deepspeed.Settings
         ("reserved_sms", -1, "reserved_sms=-1: wanted an int, at least 0, at most "),
         ("reserved_sms", np.int64(4), "reserved_sms=.* of type numpy.int64: wanted an int"),
         ("reserved_sms", True, "reserved_sms=True: wanted an int"),
-        ("row_bound", 0.9, "row_bound=0.9: wanted a number of at least 1, .*, or auto, or None$"),
+        (
+            "row_bound",
+            0.9,
+            "row_bound=0.9: wanted a number of at least 1, .*, or in Megatron auto, or None$",
+        ),
         ("row_bound", float("nan"), "row_bound=nan: wanted a number of at least 1"),
         ("symmetric_memory", "nvls", "symmetric_memory='nvls': wanted one of cuda, nvshmem$"),
         ("timeout", 0, "timeout=0: wanted seconds above 0"),

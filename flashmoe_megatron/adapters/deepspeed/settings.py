@@ -6,6 +6,7 @@ nothing. Needs neither torch nor DeepSpeed.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from flashmoe_megatron.adapters.options import RANKS_AGREE
@@ -66,12 +67,14 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """Reads the section of a DeepSpeed configuration; without one, flashmoe is not enabled.
 
     Raises:
-        ConfigError: A key is unknown (the message names a similar one); a value has no meaning; or
-            there is a section that does not say whether to enable it.
+        ConfigError: A key is unknown (the message names a similar one); a value has no meaning;
+            another section has nearly this one's name; or there is a section that does not say
+            whether to enable it.
     """
     for key in config:
         letters = str(key).lower().replace("_", "").replace("-", "")
-        if letters == SECTION and key != SECTION:
+        is_like = letters.startswith(SECTION) or get_close_matches(letters, [SECTION], cutoff=0.9)
+        if is_like and key != SECTION:
             raise ConfigError(
                 f"the DeepSpeed configuration has a section {key!r}, which nobody reads; wanted "
                 f"{SECTION!r}"

@@ -17,8 +17,10 @@ def parser_of(text: str | None, prog: str | None = None) -> argparse.ArgumentPar
 
     Args:
         text: The docstring of the tool.
-        prog: How the tool is called, where its file does not say it.
+        prog: How the tool is called; unless given, by the module that Python runs.
     """
+    if prog is None and (spec := sys.modules["__main__"].__spec__) is not None:
+        prog = f"python -m {spec.name.removesuffix('.__main__')}"  # argparse names its file
     return argparse.ArgumentParser(
         prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )

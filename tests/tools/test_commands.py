@@ -4,7 +4,9 @@ import os
 import re
 import runpy
 import subprocess
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +23,7 @@ from flashmoe_megatron.bench.timer import Timer
 from flashmoe_megatron.measured.fit import write_fit
 from tests.fits import make_fit
 from tools import check_prose, memory_table
+from tools.arguments import parser_of
 from tools.bench import (
     all_figures,
     bench_degrees,
@@ -62,6 +65,15 @@ def test_what_a_gpu_alone_can_tell_is_refused(flag: str, tmp_path: Path, monkeyp
     with pytest.raises(SystemExit, match=f"{flag}.* want a GPU, got none"):
         bench_layer.main(["--allow-cpu", flag, "--shapes", "64x64x64x4x2", "--out", str(out)])
     assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["tools.tables", "tools.tables.__main__"])
+def test_a_tool_is_named_as_it_is_called(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(name, None))
+    assert parser_of("").prog == "python -m tools.tables"
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", ["/checkout/tools/tables.py"])
+    assert parser_of("").prog == "tables.py"
 
 
 def test_degrees_of_a_shape_that_is_none(tmp_path: Path, capsys) -> None:

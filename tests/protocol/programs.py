@@ -1,9 +1,11 @@
 """Compiles the programs of ``cc/`` over the protocol's headers, as they are or with a mutant."""
 
+import functools
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,12 @@ FLAGS = {
     "replicas": ["-O1"],
     "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],
 }
+
+
+ENGINE_FLAGS = ["-O3", "-march=native"]
+"""The engine's, since its time goes into loops over arrays."""
+EXPLORED = {"explore", "replicas"}
+"""Programs that the explorer's engine runs."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,18 @@ def compiler() -> str:
     raise RuntimeError("no C++ compiler: set CXX, or install g++")
 
 
+@functools.cache
+def engine() -> Path:
+    """Compiles the explorer's engine, once for all programs of this process, mutants included."""
+    directory = Path(tempfile.mkdtemp(prefix="flashmoe-engine-"))
+    target = directory / "engine.o"
+    command = [compiler(), "-std=c++17", "-Wall", *ENGINE_FLAGS, f"-I{CSRC}", f"-I{SOURCES}"]
+    subprocess.run(
+        [*command, "-c", str(SOURCES / "engine.cc"), "-o", str(target)], check=True, timeout=300
+    )
+    return target
+
+
 def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
     """Compiles ``program``, a key of ``FLAGS``, to ``directory``.
 
@@ -62,8 +82,11 @@ def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
     command = [compiler(), "-std=c++17", "-Wall", *FLAGS[program], f"-I{directory}"]
     if mutant is not None and mutant.states <= FEW_STATES:  # to optimize takes longer than to run
         command.append("-O0")
+    objects = [str(engine())] if program in EXPLORED else []
     subprocess.run(
-        [*command, str(directory / f"{program}.cc"), "-o", str(target)], check=True, timeout=300
+        [*command, str(directory / f"{program}.cc"), *objects, "-o", str(target)],
+        check=True,
+        timeout=300,
     )
     return target
 

@@ -73,6 +73,12 @@ struct Message {
     View gpu, system;  // what readers on the writer's rank learn, and readers on others
 };
 
+// A word of the program, and where it is among the locations, or -1 before its first use.
+struct Word {
+    const char* name;
+    int index, rank, location;
+};
+
 struct Location {
     const char* name;
     int index, rank;
@@ -118,29 +124,34 @@ struct Statistics {
     uint64_t runs = 0, states = 0, steps = 0, ahead = 0;
 };
 
-class Engine {
+// A template without parameters that matter: its code is in engine.cc, which is compiled once, and
+// not again with every mutant of the protocol.
+template <class>
+class EngineTemplate {
  public:
-    Engine() {
+    EngineTemplate() {
         current() = this;
+        locations_.reserve(kMaxLocations);  // they stay where they are
         uint64_t x = 1;
         for (uint64_t& weight : weights_) weight = x = hash(x, 0x9e3779b97f4a7c15ull) | 1;
     }
-    Engine(const Engine&) = delete;
+    EngineTemplate(const EngineTemplate&) = delete;
 
-    static Engine*& current() {
-        static Engine* engine = nullptr;
+    static EngineTemplate*& current() {
+        static EngineTemplate* engine = nullptr;
         return engine;
     }
     static Thread& self() { return *current()->running_; }
 
-    int add_location(const char* name, int index, int rank) {
-        if (int(locations_.size()) == kMaxLocations) die("too many locations");
-        locations_.push_back({name, index, rank, 0, 0, 0, 0, false, false, false, {}});
-        return int(locations_.size()) - 1;
+    // Returns the number by which threads name a word. A word has a location once it is used: most
+    // words of a scenario are not, and views and states would be as large as all of them.
+    int add_word(const char* name, int index, int rank) {
+        words_.push_back({name, index, rank, -1});
+        return int(words_.size()) - 1;
     }
-    void name_location(int at, const char* name, int index) {
-        locations_[at].name = name;
-        locations_[at].index = index;
+    void name_word(int word, const char* name, int index) {
+        words_[word].name = name;
+        words_[word].index = index;
     }
     int add_join(int threads) {
         joins_.push_back({threads, 0, false, 0});
@@ -240,9 +251,13 @@ class Engine {
 
     // What threads call.
 
-    uint64_t perform(const Request& request) {
+    // The request has words in place of locations.
+    uint64_t perform(const Request& wanted) {
         Thread& thread = *running_;
-        thread.request = request;
+        thread.request = wanted;
+        Request& request = thread.request;
+        request.location = location_of(wanted.location);
+        if (wanted.escape >= 0) request.escape = location_of(wanted.escape);
         thread.has_request = true;
         yield();
         if (request.returns) {
@@ -260,10 +275,10 @@ class Engine {
     }
     void release_fence(Scope scope) {
         Thread& thread = *running_;
-        thread.release_gpu = thread.now;
-        if (scope == Scope::kSystem) thread.release_system = thread.now;
+        copy(thread.release_gpu, thread.now);
+        if (scope == Scope::kSystem) copy(thread.release_system, thread.now);
     }
-    void fence_proxy_async() { running_->async = running_->now; }
+    void fence_proxy_async() { copy(running_->async, running_->now); }
     void bulk_wait_complete() {
         Thread& thread = *running_;
         for (int location : thread.copies) {
@@ -273,8 +288,9 @@ class Engine {
         thread.copies.clear();
     }
 
-    uint64_t read(int at, bool by_tma) {
+    uint64_t read(int word, bool by_tma) {
         Thread& thread = *running_;
+        const int at = location_of(word);
         Location& location = locations_[at];
         const View& known = by_tma ? thread.async : thread.now;
         if (known.version[at] != location.version) {
@@ -288,8 +304,9 @@ class Engine {
         remember(thread, value, at);
         return value;
     }
-    void write(int at, uint64_t value, bool by_bulk) {
+    void write(int word, uint64_t value, bool by_bulk) {
         Thread& thread = *running_;
+        const int at = location_of(word);
         Location& location = locations_[at];
         const View& known = by_bulk ? thread.async : thread.now;
         if (known.version[at] != location.version and not is_void_) {
@@ -326,10 +343,11 @@ class Engine {
             };
             for_each([&](Thread& other) { join(thread.now, other.now); });
             for_each([&](Thread& other) {
-                if (&other != &thread) other.now = thread.now;
+                if (&other != &thread) copy(other.now, thread.now);
                 if (orders_copies) {  // the end of a launch orders everything
-                    other.async = other.release_gpu = other.release_system = thread.now;
-                    other.acquire_gpu = other.acquire_system = thread.now;
+                    for (View* view : views_of(other)) {
+                        if (view != &thread.now and view != &other.now) copy(*view, thread.now);
+                    }
                 }
                 other.is_joining = false;
             });
@@ -358,6 +376,17 @@ class Engine {
         Op op;
         uint64_t value;
     };
+
+    int location_of(int at) {
+        Word& word = words_[at];
+        if (word.location < 0) {
+            word.location = int(locations_.size());
+            if (word.location == kMaxLocations) die("too many locations");
+            locations_.push_back(
+                {word.name, word.index, word.rank, 0, 0, 0, 0, false, false, false, {}});
+        }
+        return word.location;
+    }
 
     [[noreturn]] static void die(const char* message) {
         std::fprintf(stderr, "explorer: %s\n", message);
@@ -503,7 +532,7 @@ class Engine {
     }
 
     Message* new_message() {
-        if (messages_used_ == messages_.size()) messages_.push_back(new Message);
+        if (messages_used_ == messages_.size()) messages_.push_back(new Message{});
         return messages_[messages_used_++];
     }
 
@@ -529,7 +558,7 @@ class Engine {
             thread.start.uc_stack.ss_sp = thread.stack.data();
             thread.start.uc_stack.ss_size = thread.stack.size();
             thread.start.uc_link = nullptr;
-            makecontext(&thread.start, &Engine::enter, 0);
+            makecontext(&thread.start, &EngineTemplate::enter, 0);
             setcontext(&thread.start);
         }
         return why == 1;
@@ -541,7 +570,7 @@ class Engine {
         timeouts_left_ = early_timeouts_;
         failure_.clear();
         log_.clear();
-        std::memset(last_plain_, 0, sizeof(last_plain_));
+        std::memset(last_plain_, 0, sizeof(uint16_t) * locations_.size());
         for (Location& location : locations_) {
             location.value = 0;
             location.version = location.last_plain = location.readers = 0;
@@ -849,13 +878,14 @@ class Engine {
         return from;
     }
 
-    std::vector<Location> locations_;
+    std::vector<Word> words_;
+    std::vector<Location> locations_;  // each is a word that some run has used
     std::vector<Thread*> threads_;
     std::vector<JoinState> joins_;
     std::vector<Message*> messages_;
     size_t messages_used_ = 0;
     uint16_t last_plain_[kMaxLocations] = {};
-    View scratch_[2];
+    View scratch_[2] = {};
     uint64_t weights_[kMaxLocations];
     Thread* running_ = nullptr;
     Thread* chosen_ = nullptr;
@@ -871,6 +901,9 @@ class Engine {
     std::vector<Event> log_;
 };
 
+extern template class EngineTemplate<void>;
+using Engine = EngineTemplate<void>;
+
 // The policy.
 struct Atomics {
     struct Word {
@@ -885,7 +918,7 @@ struct Atomics {
         std::vector<T> items;
         Array(int count, const char* name, int rank) : items(count) {
             for (int i = 0; i < count; ++i) {
-                items[i].id = Engine::current()->add_location(name, i, rank);
+                items[i].id = Engine::current()->add_word(name, i, rank);
             }
         }
         T& operator[](int64_t i) {
@@ -986,7 +1019,7 @@ struct Atomics {
     static void count_ahead() { Engine::current()->count_ahead(); }
     static void forget(int place, int stage) { Engine::current()->forget(place, stage); }
     static void name(const U32* word, const char* name, int index) {
-        Engine::current()->name_location(word->id, name, index);
+        Engine::current()->name_word(word->id, name, index);
     }
     static void check(bool is_right, const char* message) {
         if (not is_right) Engine::current()->fail(message);

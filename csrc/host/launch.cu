@@ -344,6 +344,33 @@ int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
 // reads weights that another has read.
 bool reads_weights_once(const FlashMoEProblem* p) { return mean_rows(p) <= kClusterSize * BLOCK_M; }
 
+// True if groups of units end where experts do: where experts have several units, whose weights two
+// groups would read else. In a mixed order, which is for small weights, steps are long instead. A
+// forward, its plan and its backward have the same groups, and a forward in FP8 has no table of
+// them.
+bool cuts_groups(const FlashMoEProblem* p) {
+    const bool may_mix =
+        protocol::mixes_products(true, p->hidden / BLOCK_K, p->intermediate / BLOCK_K);
+    const bool is_alone = p->num_ranks == 1 and not is_in_fp8(p);
+    return kMayMix and is_alone and not reads_weights_once(p) and not may_mix;
+}
+
+// Sets the groups that end where experts do, and how many of them GEMM1 follows GEMM0.
+void set_cut_groups(const FlashMoEProblem* p, int stages_between, LayerArgs* args) {
+    const int num_clusters = p->num_ctas / kClusterSize;
+    const int in_wave = ceil_div(num_clusters, forward_tiles(p, forward_columns(p)));
+    // An expert's last unit may have few rows; so a part may be a unit longer than a step was.
+    args->most_group = std::max(8, in_wave) + 1;
+    const int units = ceil_div<int>(mean_rows(p) + BLOCK_M, kClusterSize * BLOCK_M);
+    args->least_group = std::max(1, units / 2);
+    const int in_group = ceil_div(units, ceil_div(units, args->most_group));
+    const int64_t of_unit = int64_t(args->num_n_tiles[0]) * args->num_k_blocks[0] +
+                            int64_t(args->num_n_tiles[1]) * args->num_k_blocks[1];
+    const int64_t needed = int64_t(args->num_k_blocks[0] + stages_between) * num_clusters;
+    args->lag =
+        int(std::clamp<int64_t>(ceil_div(needed, in_group * of_unit), 1, protocol::kMostLag));
+}
+
 // The order of a pass's tiles.
 void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
     const int columns = is_backward ? BLOCK_N : forward_columns(p);
@@ -376,6 +403,7 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
         args->is_mixed = true;
         args->lag = 2;  // else GEMM1 would read what the step before has just computed
     }
+    if (cuts_groups(p)) set_cut_groups(p, kFinishersStages, args);
     // Few rows at a time where these are long: the last units would keep some warps while all
     // others are done.
     constexpr int64_t kMostUnitBytes = 64 * 1024;

@@ -919,14 +919,26 @@ MUTANTS = [
         "ranks2",
         HANG,
         False,
-        ((ORDER, "return in_group(0, step, ticket);", "return in_group(1, step, ticket);"),),
+        (
+            (
+                ORDER,
+                "return ticket < gemm0 ? in_group(0, ticket)",
+                "return ticket < gemm0 ? TilePlace{1, in_group(0, ticket).unit, 0}",
+            ),
+        ),
     ),
     Mutant(
         "GEMM1 of a group is mixed with its own GEMM0",
         "mixed",
         HANG,
         False,
-        ((ORDER, "return in_group(1, step - lag, before);", "return in_group(1, step, before);"),),
+        (
+            (
+                ORDER,
+                "> before) return in_group(1, before);",
+                "> before) return {1, in_group(0, before).unit, in_group(0, before).n};",
+            ),
+        ),
     ),
     Mutant(
         "GEMM0 of a mixed step has the places of GEMM1, too",
@@ -936,8 +948,8 @@ MUTANTS = [
         (
             (
                 ORDER,
-                "return in_group(0, step, ticket - before);",
-                "return in_group(0, step, ticket);",
+                "return in_group(0, ticket - before);",
+                "return in_group(0, ticket);",
             ),
         ),
         SIZES,
@@ -947,8 +959,47 @@ MUTANTS = [
         "order",
         "products are apart",
         False,
-        ((ORDER, "if (is_mixed) {", "if (is_mixed and lag < 0) {"),),
+        ((ORDER, "if (order_.is_mixed) {", "if (order_.is_mixed and order_.lag < 0) {"),),
         SIZES,
+    ),
+    Mutant(
+        "few units of an expert are a group with the next expert's",
+        "order",
+        "a group has the rest of an expert and others",
+        False,
+        ((ORDER, "units < least and", "units <= least and"),),
+        SIZES,
+    ),
+    Mutant(
+        "a table of groups has too few ends",
+        "order",
+        "groups are not in order",
+        False,
+        ((ORDER, "i <= kMostLag; ++i", "i < kMostLag; ++i"),),
+        SIZES,
+    ),
+    Mutant(
+        "an expert's first part is larger than the most of a group",
+        "order",
+        "a group is empty or too large",
+        False,
+        ((ORDER, "(units + most - 1) / most;", "units / most + (units < most);"),),
+        SIZES,
+    ),
+    Mutant(
+        "a step ends where the next group does",
+        "order",
+        "products are apart",
+        False,
+        ((ORDER, "ends_[0] = before(step_ + 1)", "ends_[0] = before(step_ + 2)"),),
+        SIZES,
+    ),
+    Mutant(
+        "every CTA cuts groups",
+        "cut_groups",
+        "is written over by one who does not know of the last write",
+        False,
+        ((FORWARD, "s_.cuts_groups and cta_ == s_.ctas - 1", "s_.cuts_groups and cta_ >= 0"),),
     ),
     Mutant(
         "GEMM1 of five stages is mixed",

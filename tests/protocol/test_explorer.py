@@ -29,6 +29,7 @@ COMPLETE = {
     "quantized_plan": 370,
     "in_place": 440,
     "mixed": 340,
+    "cut_groups": 35,
     "not_copied": 250,
     "tokens_copied": 280,
     "both_copied": 520,

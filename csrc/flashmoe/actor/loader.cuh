@@ -338,12 +338,15 @@ __device__ __forceinline__ void load_layer(const typename Pass::Args& args,
                                            const Ring& ring,
                                            TileMailbox& mailbox) {
     constexpr bool kMayMixHere = kMayMix and not Pass::kIsBackward;
-    const TileSchedule schedule{args.plan.units,
-                                {args.plan.header->num_units,
-                                 args.group_units,
-                                 args.lag,
-                                 kMayMixHere and args.is_mixed,
-                                 {args.num_n_tiles[0], args.num_n_tiles[1]}}};
+    const protocol::TileOrder order{args.plan.header->num_units,
+                                    args.group_units,
+                                    args.lag,
+                                    kMayMixHere and args.is_mixed,
+                                    {args.num_n_tiles[0], args.num_n_tiles[1]}};
+    const auto units_before = [&](int group) {
+        return cuts_groups(args) ? args.plan.groups()[group] : order.units_before(group);
+    };
+    TileSchedule<decltype(units_before)> schedule{args.plan.units, order, {order, units_before}};
     RingCursor<Ring::kNumStages> cursor;
     bool is_differentiated = false;
     [[maybe_unused]] bool has_tokens = false;

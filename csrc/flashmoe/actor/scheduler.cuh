@@ -12,14 +12,16 @@ namespace flashmoe {
 
 constexpr int kLateWaves = 2;  // pairs for each cluster at the end of a layer
 
+template <class UnitsBefore>
 struct TileSchedule {
     const RowUnit* units;
     protocol::TileOrder order;
+    protocol::TileWalk<UnitsBefore> walk;
 
-    // The ticket's pair of tiles, or kNoTile past the last one. A single block takes two tiles
-    // along N at a time, so that every other ticket has nothing to do (kSkip).
-    __device__ __forceinline__ TileInfo pair(int ticket) const {
-        const protocol::TilePlace place = order.at(ticket);
+    // A ticket's pair of tiles, or kNoTile past the last one. Tickets ascend. A single block takes
+    // two tiles along N at a time, so that every other ticket has nothing to do (kSkip).
+    __device__ __forceinline__ TileInfo pair(int ticket) {
+        const protocol::TilePlace place = walk.at(ticket);
         if (place.gemm == protocol::TilePlace::kNone) return TileInfo::nothing(TileInfo::kNoTile);
         const RowUnit unit = units[place.unit];
         const bool is_single = unit.num_blocks() == 1;

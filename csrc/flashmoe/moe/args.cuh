@@ -82,7 +82,7 @@ struct LayerArgs {
 
     int num_n_tiles[2];  // tiles along N of GEMM0 and GEMM1
     int num_k_blocks[2];
-    int group_units;         // row units that the schedule advances by
+    int group_units;         // row units that the schedule advances by, about
     int first_units;         // whose own rows all warps copy before there are products
     int early_units;         // units of own rows that come first, as far as there are any
     int lag;                 // distance of GEMM1 to GEMM0, in its steps
@@ -90,6 +90,8 @@ struct LayerArgs {
     int rows_per_unit;       // that a warp delivers at a time
     bool finishers_combine;  // while GEMM1's outputs are not there yet; not in a tree's order
     bool is_mixed;           // TileOrder::is_mixed; forward
+    int least_group;         // units of a group that is cut at experts' ends, and the most of a
+    int most_group;          // part of one (protocol::cut_groups); 0 where groups are not cut so
     Activation activation;
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward
@@ -157,6 +159,12 @@ struct BackwardArgs : LayerArgs {
 __device__ __forceinline__ bool copies_tokens(const BackwardArgs& args) {
     if constexpr (kIsFp8 or kHasReplicas) return false;
     return args.token_copies != nullptr;
+}
+
+// True if groups of units are cut at experts' ends, by a table of the plan. A plan and all launches
+// along it make one choice.
+__device__ __forceinline__ bool cuts_groups(const LayerArgs& args) {
+    return kMayMix and args.most_group > 0;
 }
 
 // True if GEMM0 reads rows where tokens have them: as long as they are not copied, or own ones.

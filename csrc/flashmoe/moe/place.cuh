@@ -467,6 +467,13 @@ __device__ __forceinline__ void describe_experts(const LayerArgs& args, const Pl
     const int num_slots = s.num_local_slots();
     // The last warps begin, since they have no chunks.
     const int thread = Planners::size() - 1 - int(threadIdx.x);
+    // The last CTA has no expert to describe, or as few as any.
+    if (cuts_groups(args) and blockIdx.x == gridDim.x - 1 and thread == 0) {
+        protocol::cut_groups(
+            num_slots, args.least_group, args.most_group,
+            [&](int expert) { return smem.expert_unit[expert + 1]; },
+            [&](int group, int unit) { plan.groups()[group] = unit; });
+    }
 #pragma unroll 1
     for (int expert = blockIdx.x; expert < num_slots; expert += gridDim.x) {
         const int begin = smem.expert_block[expert], end = smem.expert_block[expert + 1];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashmoe/base/shape.cuh"
+#include "flashmoe/protocol/order.h"
 
 namespace flashmoe {
 
@@ -55,9 +56,11 @@ struct PlanHeader {
     uint32_t unfollowed;  // mask of the ranks that have no backward of this forward
 };
 
+constexpr uint64_t kPlanAlign = 256;  // bytes, of each table
+
 struct PlanLayout {
     uint64_t header, expert_rows, expert_block, units, row_meta, row_prob, token_rows, own_columns,
-        own_ranks, bytes;
+        own_ranks, groups, bytes;
     FLASHMOE_SLOT_FIELD(uint64_t, hosts);
 };
 
@@ -67,7 +70,7 @@ __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
     uint64_t end = 0;
     auto take = [&end](uint64_t bytes) {
         const uint64_t offset = end;
-        end = align_up<uint64_t>(end + bytes, 256);
+        end = align_up<uint64_t>(end + bytes, kPlanAlign);
         return offset;
     };
     at.header = take(sizeof(PlanHeader));
@@ -81,6 +84,8 @@ __host__ __device__ inline PlanLayout plan_layout(const Shape& s) {
     at.own_ranks = take(uint64_t(s.max_tokens) * sizeof(uint32_t));
     FLASHMOE_SET_SLOT_FIELD(at.hosts,
                             take((uint64_t(s.num_ranks) * s.spare_slots + 2) * sizeof(int32_t)));
+    // No group is empty.
+    at.groups = take((blocks + protocol::kMostLag + 1) * sizeof(int32_t));
     at.bytes = end;
     return at;
 }
@@ -122,6 +127,11 @@ struct Plan {
     }
     __device__ __forceinline__ int32_t* rows_of(int src_rank, int token) const {
         return token_rows + (int64_t(src_rank) * max_tokens + token) * topk;
+    }
+    // [group]: its first unit, where groups are cut at experts' ends.
+    __device__ __forceinline__ int32_t* groups() const {
+        return reinterpret_cast<int32_t*>(own_ranks) +
+               align_up(max_tokens, int(kPlanAlign / sizeof(uint32_t)));
     }
     // Places count rows in the order in which their tiles are computed, as if every unit had two
     // blocks.

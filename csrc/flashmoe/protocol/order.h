@@ -8,6 +8,11 @@
 // finisher takes as long to store a tile of few stages as processors to compute it, so that they
 // would wait for it while all multiprocessors store at once.
 //
+// Where experts have several units of rows, a group is one of them, or an even part of it
+// (cut_groups). A group that had the end of one expert and the beginning of another would read the
+// weights of both, and its neighbours would read them once more, after other products have driven
+// them out of the L2.
+//
 // A tile waits only for rows, or for tiles with smaller tickets, so that no wait is circular.
 #pragma once
 
@@ -36,7 +41,7 @@ FLASHMOE_PROTOCOL_CONST bool mixes_products(bool keeps_nothing,
 
 struct TileOrder {
     int num_units;
-    int group_units;
+    int group_units;  // that a group has, unless it is the last one or an expert ends there
     int lag;        // 1 or more: what GEMM1 reads is finished while the steps between are computed
     bool is_mixed;  // a step's tickets of both products alternate
     int num_n_tiles[2];
@@ -44,39 +49,75 @@ struct TileOrder {
     FLASHMOE_PROTOCOL int num_tickets() const {
         return num_units * (num_n_tiles[0] + num_n_tiles[1]);
     }
-    FLASHMOE_PROTOCOL TilePlace at(int ticket) const {
-        if (ticket >= num_tickets()) return {TilePlace::kNone, 0, 0};
-        // As if all groups were whole; the steps at the end have fewer tickets.
-        const int first = lag * group_units * num_n_tiles[0];
-        int step = ticket < first
-                       ? ticket / (group_units * num_n_tiles[0])
-                       : lag + (ticket - first) / (group_units * (num_n_tiles[0] + num_n_tiles[1]));
-        while (tickets_before(step + 1) <= ticket) ++step;
-        const int in_step = tickets_before(step + 1) - tickets_before(step);
-        ticket -= tickets_before(step);
-        const int gemm0 = (units_before(step + 1) - units_before(step)) * num_n_tiles[0];
-        if (is_mixed) {
-            const int gemm1 = in_step - gemm0;
-            const int before = ticket * gemm1 / in_step;  // GEMM1's share of the tickets so far
-            if ((ticket + 1) * gemm1 / in_step > before) return in_group(1, step - lag, before);
-            return in_group(0, step, ticket - before);
+    // How many units come before a group, where all groups have the same number of them.
+    FLASHMOE_PROTOCOL int units_before(int group) const {
+        const int units = group * group_units;
+        return units < num_units ? units : num_units;
+    }
+};
+
+// Most steps that GEMM1 may be after GEMM0: past the last group, a table of groups has as many
+// ends.
+constexpr int kMostLag = 8;
+
+// Cuts the units of experts, which follow one another, into groups: of whole experts, as many as it
+// takes until there are `least` units, and in even parts where these are more than `most`. Calls
+// put(group, unit) for each group's first unit, and for kMostLag + 1 more, which have no units.
+// `end_of` gives the number of units up to an expert's end.
+template <class EndOf, class Put>
+FLASHMOE_PROTOCOL void cut_groups(int num_experts, int least, int most, EndOf end_of, Put put) {
+    int group = 0, begin = 0;
+    for (int expert = 0; expert < num_experts; ++expert) {
+        const int units = end_of(expert) - begin;
+        if (units == 0 or (units < least and expert + 1 < num_experts)) continue;
+        const int parts = (units + most - 1) / most;
+        for (int part = 0; part < parts; ++part) put(group++, begin + units * part / parts);
+        begin += units;
+    }
+    for (int i = 0; i <= kMostLag; ++i) put(group + i, begin);
+}
+
+// The places of tickets that ascend. `units_before` gives the number of units before a group, which
+// is 1 or more, and all units past the last one.
+template <class UnitsBefore>
+class TileWalk {
+ public:
+    FLASHMOE_PROTOCOL TileWalk(const TileOrder& order, UnitsBefore units_before)
+        : order_(order), units_before_(units_before), ends_{before(1), before(1 - order.lag)} {}
+
+    FLASHMOE_PROTOCOL TilePlace at(int ticket) {
+        if (ticket >= order_.num_tickets()) return {TilePlace::kNone, 0, 0};
+        while (ticket - first_ >= tickets_of(0) + tickets_of(1)) {
+            first_ += tickets_of(0) + tickets_of(1);
+            ++step_;
+            begins_[0] = ends_[0], begins_[1] = ends_[1];
+            ends_[0] = before(step_ + 1), ends_[1] = before(step_ + 1 - order_.lag);
         }
-        if (ticket < gemm0) return in_group(0, step, ticket);
-        return in_group(1, step - lag, ticket - gemm0);
+        ticket -= first_;
+        const int gemm0 = tickets_of(0);
+        if (order_.is_mixed) {
+            const int gemm1 = tickets_of(1), in_step = gemm0 + gemm1;
+            const int before = ticket * gemm1 / in_step;  // GEMM1's share of the tickets so far
+            if ((ticket + 1) * gemm1 / in_step > before) return in_group(1, before);
+            return in_group(0, ticket - before);
+        }
+        return ticket < gemm0 ? in_group(0, ticket) : in_group(1, ticket - gemm0);
     }
 
  private:
-    FLASHMOE_PROTOCOL int units_before(int group) const {
-        const int units = group < 0 ? 0 : group * group_units;
-        return units < num_units ? units : num_units;
+    FLASHMOE_PROTOCOL int before(int group) const { return group <= 0 ? 0 : units_before_(group); }
+    FLASHMOE_PROTOCOL int tickets_of(int gemm) const {
+        return (ends_[gemm] - begins_[gemm]) * order_.num_n_tiles[gemm];
     }
-    FLASHMOE_PROTOCOL int tickets_before(int step) const {
-        return units_before(step) * num_n_tiles[0] + units_before(step - lag) * num_n_tiles[1];
+    FLASHMOE_PROTOCOL TilePlace in_group(int gemm, int index) const {
+        const int count = ends_[gemm] - begins_[gemm];
+        return {gemm, begins_[gemm] + index % count, index / count};
     }
-    FLASHMOE_PROTOCOL TilePlace in_group(int gemm, int group, int index) const {
-        const int count = units_before(group + 1) - units_before(group);
-        return {gemm, group * group_units + index % count, index / count};
-    }
+
+    TileOrder order_;
+    UnitsBefore units_before_;
+    int step_ = 0, first_ = 0;          // the step of the last ticket, and its first ticket
+    int begins_[2] = {0, 0}, ends_[2];  // the units of its group of each product
 };
 
 // The pairs of tiles of one expert's weight gradient, in bands of kBand along M and all of N: what

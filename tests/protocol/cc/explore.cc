@@ -80,6 +80,7 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
         } else if (random.below(2) == 0) {
             s.row_access = RowAccess::kOwnInPlace;
         }
+        s.cuts_groups = s.ranks == 1 and done / kRunsEach % 3 == 2;
         s.has_own_routes = s.ranks == 1 and not s.has_slots and random.below(2) == 0;
         s.quantizes = s.row_access < RowAccess::kInPlaceUntilCopied and random.below(3) == 0;
         s.plans_few = s.has_own_routes and not s.quantizes and random.below(2) == 0;
@@ -107,12 +108,14 @@ int walk(const char* name, uint64_t runs, uint64_t seed, bool is_late) {
 
 // Every tile has one ticket, and GEMM1 of a unit has larger ones than all of its GEMM0: a wait for
 // tiles is a wait for those who came before.
-const char* fault_of(const protocol::TileOrder& order) {
+template <class UnitsBefore>
+const char* fault_of(const protocol::TileOrder& order, UnitsBefore units_before) {
+    protocol::TileWalk<UnitsBefore> walk(order, units_before);
     const int units = order.num_units, (&n_tiles)[2] = order.num_n_tiles;
     const int count = units * (n_tiles[0] + n_tiles[1]);
     std::vector<int> done(units), seen(count);
     for (int ticket = 0; ticket < count; ++ticket) {
-        const protocol::TilePlace place = order.at(ticket);
+        const protocol::TilePlace place = walk.at(ticket);
         const bool is_tile = place.gemm >= 0 and place.gemm < 2 and place.unit >= 0 and
                              place.unit < units and place.n >= 0 and place.n < n_tiles[place.gemm];
         if (not is_tile) return "no tile";
@@ -125,7 +128,7 @@ const char* fault_of(const protocol::TileOrder& order) {
             return "GEMM1 comes before its GEMM0";
         }
     }
-    if (order.at(count).gemm != protocol::TilePlace::kNone) return "the order has no end";
+    if (walk.at(count).gemm != protocol::TilePlace::kNone) return "the order has no end";
     return nullptr;
 }
 
@@ -134,12 +137,45 @@ const char* fault_of(const protocol::TileOrder& order) {
 const char* fault_of_mix(const protocol::TileOrder& order) {
     const int gemm0 = order.group_units * order.num_n_tiles[0];
     const int gemm1 = order.group_units * order.num_n_tiles[1], in_step = gemm0 + gemm1;
+    const auto units_before = [&](int group) { return order.units_before(group); };
+    protocol::TileWalk<decltype(units_before)> walk(order, units_before);
     int found = 0;
     for (int i = 0; i < in_step; ++i) {  // the first step that has GEMM1
-        found += order.at(order.lag * gemm0 + i).gemm;
+        found += walk.at(order.lag * gemm0 + i).gemm;
         if (std::abs(found * in_step - (i + 1) * gemm1) >= in_step) return "products are apart";
     }
     return nullptr;
+}
+
+// Groups that are cut at experts' ends: none is empty or too large, an expert with enough units has
+// groups of its own, and their tiles have an order. `tickets` counts them.
+const char* fault_of_cut(const std::vector<int>& ends, int least, int most, long& tickets) {
+    std::vector<int> groups;
+    bool are_in_order = true;
+    protocol::cut_groups(
+        int(ends.size()), least, most, [&](int expert) { return ends[expert]; },
+        [&](int group, int unit) {
+            are_in_order &= group == int(groups.size());
+            groups.push_back(unit);
+        });
+    const int units = ends.back(), count = int(groups.size()) - protocol::kMostLag - 1;
+    if (not are_in_order or count < 0 or groups[0] != 0) return "groups are not in order";
+    for (int group = 0; group < count; ++group) {
+        const int size = groups[group + 1] - groups[group];
+        if (size < 1 or size > most) return "a group is empty or too large";
+    }
+    for (int i = 0; i <= protocol::kMostLag; ++i) {
+        if (groups[count + i] != units) return "groups have no end";
+    }
+    for (size_t expert = 0; expert < ends.size(); ++expert) {
+        const int own = ends[expert] - (expert == 0 ? 0 : ends[expert - 1]);
+        const bool is_end = std::count(groups.begin(), groups.end(), ends[expert]) > 0;
+        if (own >= least and not is_end) return "a group has the rest of an expert and others";
+    }
+    const int lag = 1 + (units + least + most) % protocol::kMostLag;
+    const protocol::TileOrder order{units, 1, lag, least % 2 == 0, {1 + most % 3, 1 + units % 3}};
+    tickets += order.num_tickets();
+    return fault_of(order, [&](int group) { return groups.at(group); });
 }
 
 int order(int most) {
@@ -171,11 +207,22 @@ int order(int most) {
                     const protocol::TileOrder order{
                         units, group, lag, is_mixed, {n_tiles[0], n_tiles[1]}};
                     const bool has_whole_step = is_mixed and units >= (lag + 1) * group;
-                    const char* fault = fault_of(order);
+                    const char* fault =
+                        fault_of(order, [&](int group) { return order.units_before(group); });
                     if (fault == nullptr and has_whole_step) fault = fault_of_mix(order);
                     if (fault != nullptr) return fail(fault);
                     tickets += order.num_tickets();
                 }
+            }
+        }
+    }
+    for (int sizes = 0; sizes < most * most * most; ++sizes) {  // units of each of three experts
+        const int first = sizes % most, second = sizes / most % most, third = sizes / most / most;
+        for (int least = 1; least <= most / 2; ++least) {
+            for (int largest = least; largest <= most; ++largest) {
+                const std::vector<int> ends{first, first + second, first + second + third};
+                const char* fault = fault_of_cut(ends, least, largest, tickets);
+                if (fault != nullptr) return fail(fault);
             }
         }
     }

@@ -32,20 +32,21 @@ struct Sizes {
     int ctas;    // CTAs of each rank
     int agents;  // warps of each CTA: 1 does all; 2 are dispatch and tiles; a 3rd combines early
     int experts;
-    int topk;                // most of any layer
-    int tokens;              // most of one rank
-    int block_rows;          // BLOCK_M
-    int n_tiles[2];          // along N, of GEMM0 and GEMM1
-    int warps;               // that share a tile, and count it
-    int group_units;         // what the order of tiles advances by
-    int lag = 1;             // of GEMM1, in such steps
-    bool is_mixed = false;   // their tickets of both products alternate
-    int rows_per_ticket;     // of dispatch
-    int unit_rows;           // of deliver
-    int chunk_tokens;        // of reduce
-    bool finishers_combine;  // a little, before each tile
-    bool has_slots = false;  // for replicas, whose gradients of fc2 are added within a backward
-    int idle_looks = 2;      // in a row, behind which who combines early leaves the rest
+    int topk;                  // most of any layer
+    int tokens;                // most of one rank
+    int block_rows;            // BLOCK_M
+    int n_tiles[2];            // along N, of GEMM0 and GEMM1
+    int warps;                 // that share a tile, and count it
+    int group_units;           // what the order of tiles advances by
+    bool cuts_groups = false;  // or these end where experts do, by a table of the plan
+    int lag = 1;               // of GEMM1, in such steps
+    bool is_mixed = false;     // their tickets of both products alternate
+    int rows_per_ticket;       // of dispatch
+    int unit_rows;             // of deliver
+    int chunk_tokens;          // of reduce
+    bool finishers_combine;    // a little, before each tile
+    bool has_slots = false;    // for replicas, whose gradients of fc2 are added within a backward
+    int idle_looks = 2;        // in a row, behind which who combines early leaves the rest
     RowAccess row_access = RowAccess::kCopied;
     bool has_own_routes = false;  // each CTA places the routes that it has written
     bool plans_few = false;       // or counts all routes for itself, as they are given
@@ -161,7 +162,8 @@ struct Memory {
     Words next_unit;  // in shared memory of each CTA
     Cells epoch, cta_counts;
     // The plan, and the buffers of a launch.
-    Cells header, units, row_meta, token_rows, own_ranks, received, act, result, out, weight_grads;
+    Cells header, units, groups, row_meta, token_rows, own_ranks, received, act, result, out,
+        weight_grads;
     Cells token_copies;
     // What CTAs tell their own agents through shared memory.
     Cells go_on, spoiled;
@@ -183,6 +185,7 @@ struct Memory {
           cta_counts(s.local_experts() * s.ctas, "cta_counts", rank),
           header(1, "plan.header", rank),
           units(s.max_blocks(), "plan.units", rank),
+          groups(s.max_blocks() + protocol::kMostLag + 1, "plan.groups", rank),
           row_meta(s.max_rows(), "plan.row_meta", rank),
           token_rows(s.ranks * s.tokens, "plan.token_rows", rank),
           own_ranks(s.tokens, "plan.own_ranks", rank),
@@ -693,7 +696,7 @@ class Agent {
     // other CTAs have so many before.
     template <class RowsOf, class Before>
     void lay_out(uint32_t epoch, RowsOf rows_of, Before before, int (&next)[kMaxExperts]) {
-        int begin = 0, unit = 0;
+        int begin = 0, unit = 0, ends[kMaxExperts];
         for (int i = 0; i < s_.local_experts(); ++i) {
             const int rows = rows_of(rank_ * s_.local_experts() + i), blocks = blocks_for(rows);
             next[i] = begin * s_.block_rows + before(i);
@@ -710,6 +713,12 @@ class Agent {
             }
             begin += blocks;
             unit += (blocks + 1) / 2;
+            ends[i] = unit;
+        }
+        if (s_.cuts_groups and cta_ == s_.ctas - 1) {
+            protocol::cut_groups(
+                s_.local_experts(), 1, s_.group_units, [&](int local) { return ends[local]; },
+                [&](int group, int first) { A::write(&here_.groups[group], uint64_t(first)); });
         }
         if (cta_ == 0) {
             A::write(&here_.header[0],
@@ -925,11 +934,15 @@ class Agent {
                                         s_.lag,
                                         s_.is_mixed,
                                         {s_.n_tiles[0], s_.n_tiles[1]}};
+        const auto units_before = [&](int group) {
+            return s_.cuts_groups ? int(A::read(&here_.groups[group])) : order.units_before(group);
+        };
+        protocol::TileWalk<decltype(units_before)> walk(order, units_before);
         bool has_counted_grads = false;
         for (int ticket = cta_;; ticket = int(protocol::take_after_own<A>(here_.counter(M::kTile),
                                                                           uint32_t(s_.ctas)))) {
             forget(has_counted_grads ? 10 : 4);
-            const auto pair = order.at(ticket);
+            const auto pair = walk.at(ticket);
             if (pair.gemm == protocol::TilePlace::kNone) {
                 const int behind = ticket - order.num_tickets();
                 if (launch.kind != Kind::kBackward or behind >= 2 * s_.local_experts()) {

@@ -115,6 +115,16 @@ inline std::vector<Scenario> small_scenarios() {
         all.push_back({"mixed", s, {launch_of(Kind::kForward, s, {{{0}, {0}, {1}, {1}}})}});
     }
     {
+        // One GPU whose groups of units end where experts do, by a table that one of two CTAs
+        // writes.
+        Sizes s{};
+        s.ranks = 1, s.ctas = 2, s.agents = 1, s.experts = 2, s.topk = 1, s.tokens = 2;
+        s.block_rows = 1, s.n_tiles[0] = s.n_tiles[1] = 1, s.warps = 1, s.group_units = 1;
+        s.cuts_groups = true, s.row_access = RowAccess::kInPlace;
+        s.rows_per_ticket = s.unit_rows = 2, s.chunk_tokens = 1;
+        all.push_back({"cut_groups", s, {launch_of(Kind::kForward, s, {{{0}, {1}}})}});
+    }
+    {
         // Three GPUs, one agent each; empty experts, a rank without tokens.
         Sizes s{};
         s.ranks = 3, s.ctas = 1, s.agents = 1, s.experts = 3, s.topk = 2, s.tokens = 1;

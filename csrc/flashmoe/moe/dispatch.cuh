@@ -253,10 +253,20 @@ dispatch(const LayerArgs& args, DispatchPieces& pieces, DispatchBarriers& arrive
     return parity;
 }
 
+// The number of tokens that a warp copies at a time: as few as are copied in half of the time that
+// the products ahead of fc1's gradients take. A token's products are in proportion to the columns
+// that it meets, topk * intermediate, and to the hidden size, as its copies are. With 2,048 columns
+// one token at a time takes as long as these products.
+__device__ __forceinline__ int tokens_at_a_time(const BackwardArgs& args) {
+    constexpr int kColumnsOfOne = 4096;
+    const int columns = args.plan.topk * args.shape.intermediate;
+    return min(kDispatchLanes, ceil_div(kColumnsOfOne, columns));
+}
+
 // Copies x, of a forward that kept no rows, to the rows that fc1's gradients read. Each CTA has an
-// even share of the tokens, and of the experts' pads, and copies one token at a time: nothing waits
-// for the copies before the other products are done, and these wait for more the faster copies are
-// made. Scope: one warp, after it has dispatched dY.
+// even share of the tokens, and of the experts' pads, and copies few tokens at a time: nothing
+// waits for the copies before the other products are done, and these wait for more the faster
+// copies are made. Scope: one warp, after it has dispatched dY.
 __device__ __forceinline__ void copy_tokens(const BackwardArgs& args,
                                             DispatchPieces& pieces,
                                             DispatchBarriers& arrived,
@@ -265,8 +275,10 @@ __device__ __forceinline__ void copy_tokens(const BackwardArgs& args,
     begin_span(Span::kDispatch);
     const Plan& plan = args.plan;
     const int lane = threadIdx.x % 32, row_bytes = args.shape.row_bytes();
-    for (int token = int(blockIdx.x); token < args.num_tokens; token += int(gridDim.x)) {
-        if (lane == 0) {
+    const int num_lanes = tokens_at_a_time(args), step = int(gridDim.x) * num_lanes;
+    for (int first = int(blockIdx.x) * num_lanes; first < args.num_tokens; first += step) {
+        const int token = first + lane;
+        if (lane < num_lanes and token < args.num_tokens) {
             const int32_t* token_rows = plan.rows_of(args.shape.rank, token);
             copy_row<true>(args.watchdog, args.tokens + int64_t(token) * row_bytes,
                            args.token_copies, row_bytes, pieces[lane], arrived[lane], parity,

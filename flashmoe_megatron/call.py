@@ -160,8 +160,8 @@ class Backend(OfGroup, ABC):
             there; none where this rank's host has not waited for their announcements.
         attempts: The steps of this process, which may be repeated.
         hooks: Called before and after the stages of every call that the backend has.
-        reads_tokens: Whether a forward that keeps no rows makes none, and its backward takes what
-            it needs of them from the caller's tokens, so that no row is copied twice.
+        reads_tokens: Whether a backward takes what it needs of rows that were not kept from the
+            caller's tokens, in its own launch.
     """
 
     reads_tokens: bool = False

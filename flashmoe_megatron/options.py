@@ -205,8 +205,8 @@ class BackendOptions:
         "the frameworks' own layers do. preactivations keeps the outputs of the first projection, "
         "and the backward fetches the rows of tokens again, or on one GPU copies or reads tokens. "
         "inputs keeps the layer's inputs, and the backward computes the rest again. auto takes "
-        "preactivations where that takes little of a backward's time by the layer's sizes, else "
-        "all, and logs its choice.",
+        "preactivations on one GPU, and on several where that takes little of a backward's time by "
+        "the layer's sizes, else all, and logs its choice.",
     )
     reserved_sms: int = option(
         DEFAULT_RESERVED_SMS,

@@ -96,7 +96,7 @@ MUTATIONS = (
         "KernelBackend._keeps_tokens",
         "given.trains_fc1 or self.config.num_ranks > 1",
         "self.config.num_ranks > 1",
-        "tests/unit/test_kept_rows.py::test_tokens_are_kept_in_place_of_rows[True-256-True-auto]",
+        "tests/unit/test_kept_rows.py::test_tokens_are_kept_in_place_of_rows[wide-auto]",
         on_gpu="tests/gpu/test_token_lifetimes.py"
         "::test_micro_batches_whose_owner_lets_go_of_their_tokens",
     ),

@@ -221,7 +221,7 @@ class KernelBackend(Backend):
         alone = self._problem_on(bindings.HeapBounds.of(config, self.spare_slots))
         sizes = bindings.FlashMoESizes()
         bindings.call("sizes", alone, sizes)
-        self.reads_tokens = bool(sizes.reads_tokens[False] and sizes.reads_tokens[True])
+        self.reads_tokens = bool(sizes.reads_tokens[True])
         self.keep = choose_keep(self.options.keep, config, reads_tokens=self.reads_tokens)
         self.memory.register(config, self.spare_slots)
         self._problem: bindings.FlashMoEProblem | None = None

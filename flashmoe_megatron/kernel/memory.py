@@ -110,14 +110,13 @@ def _transient_block_bytes(sizes: bindings.FlashMoESizes) -> int:
 
 
 def reads_tokens(config: MoEConfig) -> bool:
-    """Tells whether rows that are not kept cost no copy: a forward makes none of them.
+    """Tells whether a backward takes rows that were not kept from tokens, in its own launch.
 
     Raises:
         ConfigError: The kernel cannot run such a layer.
         DeviceError: The library is not there.
     """
-    reads = _sizes_of(config, DEFAULT_CTAS).reads_tokens
-    return bool(reads[False] and reads[True])
+    return bool(_sizes_of(config, DEFAULT_CTAS).reads_tokens[True])
 
 
 def _sizes_of(config: MoEConfig, num_ctas: int) -> bindings.FlashMoESizes:

@@ -11,7 +11,13 @@ from flashmoe_megatron import planner
 from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from flashmoe_megatron.config import Activation, MoEConfig
 from flashmoe_megatron.errors import ConfigError
-from flashmoe_megatron.kernel.memory import MemoryPlan, check_slots_fit, plan_memory
+from flashmoe_megatron.kernel.memory import (
+    MemoryPlan,
+    check_slots_fit,
+    plan_memory,
+    reads_tokens,
+)
+from flashmoe_megatron.planner import choose_keep
 from tests.unit import cases
 from tools import memory_table
 from tools.bench import kept_table, peers_report
@@ -132,6 +138,17 @@ def test_local_memory_grows_with_the_rows(config: MoEConfig, blocks: int) -> Non
     assert dataclasses.replace(some, num_row_blocks=0, kept=0, forward=0, backward=0) == (
         dataclasses.replace(none, kept=0)
     )
+
+
+@pytest.mark.parametrize("intermediate", [128, 256, 384, 512, 640, 1536, 14336])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_one_gpu_keeps_tokens_by_default_at_any_width(intermediate: int, gated: bool) -> None:
+    """Tokens of other ranks are not in a rank's reach, and rows in FP8 are not what tokens are."""
+    alone = cases.make_config(hidden=128, intermediate=intermediate, gated=gated)
+    assert reads_tokens(alone)
+    assert choose_keep("auto", alone, reads_tokens=reads_tokens(alone)) == "preactivations"
+    assert not reads_tokens(dataclasses.replace(alone, num_ranks=2))
+    assert not reads_tokens(dataclasses.replace(alone, experts="fp8"))
 
 
 def test_refuses_a_layer_that_the_kernel_cannot_run() -> None:

@@ -1,7 +1,7 @@
 """Tokens that a backward reads or copies: whatever their owner does with them meanwhile.
 
-Narrow experts of one rank keep no rows by default. Their backward reads the forward's tokens where
-they are, or copies them first. Gradients have to be those of rows, or autograd has to raise.
+Experts of one rank keep no rows by default. Their backward reads the forward's tokens where they
+are, or copies them first. Gradients have to be those of rows, or autograd has to raise.
 """
 
 import contextlib
@@ -75,7 +75,9 @@ class Layer:
         return [grad for grad in found if grad is not None]
 
 
-@pytest.fixture(params=[192, 320], ids=["read", "copied"], autouse=True)
+@pytest.fixture(
+    params=[192, 320, 576], ids=["read", "copied", "copied by both passes"], autouse=True
+)
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with experts whose backward reads tokens in place, and with some that copy them."""
     monkeypatch.setattr(Layer, "width", request.param)

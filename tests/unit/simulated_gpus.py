@@ -148,9 +148,9 @@ def _fault(rank: int, refusal: bytes | None) -> bindings.FlashMoEFault:
 class Library:
     """The library's functions, for the ranks of :class:`Gpus`."""
 
-    reads_tokens = bindings.READS_NO_TOKENS
-    """How backwards get at rows that were not kept: bindings' READS_NO_TOKENS, READS_TOKENS or
-    COPIES_TOKENS."""
+    reads_tokens = (bindings.READS_NO_TOKENS, bindings.READS_NO_TOKENS)
+    """How a forward, and a backward, get at rows that are not kept: bindings' READS_NO_TOKENS,
+    READS_TOKENS or, in a backward, COPIES_TOKENS."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
@@ -180,7 +180,7 @@ class Library:
         row_bytes = fp8_row_bytes(wanted.hidden) if in_fp8 else 2 * wanted.hidden
         found.row_block_bytes = TILE_M * row_bytes
         found.weight_copy_bytes[:] = (1024, 2048) if in_fp8 else (0, 0)
-        found.reads_tokens[:] = min(self.reads_tokens, bindings.READS_TOKENS), self.reads_tokens
+        found.reads_tokens[:] = self.reads_tokens
         return bindings.OK
 
     def _plan(self, problem: Any, group: Any, given: Any, plan: Any) -> int:

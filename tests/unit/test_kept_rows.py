@@ -13,7 +13,13 @@ from tests.unit import cases
 from tests.unit.simulated_gpus import Gpus, Library, install, make_backend
 
 OPTIONS = ("auto", *KEEPS)
-READS = (bindings.READS_NO_TOKENS, bindings.READS_TOKENS, bindings.COPIES_TOKENS)
+READS = {
+    "several": (bindings.READS_NO_TOKENS, bindings.READS_NO_TOKENS),
+    "narrow": (bindings.READS_TOKENS, bindings.READS_TOKENS),
+    "wider": (bindings.READS_TOKENS, bindings.COPIES_TOKENS),
+    "wide": (bindings.READS_NO_TOKENS, bindings.COPIES_TOKENS),
+}
+"""What the library says of a forward and a backward: on several ranks, and of experts on one."""
 
 
 def forward(
@@ -46,50 +52,44 @@ def kept(
     monkeypatch: pytest.MonkeyPatch,
     keep: str,
     *,
-    reads_tokens: int,
-    intermediate: int = 128,
+    which: str,
     **arguments: Any,
 ) -> tuple[bool, bool]:
     """Tells whether a forward has kept rows, and whether it has kept tokens."""
-    monkeypatch.setattr(Library, "reads_tokens", reads_tokens)
-    config = cases.make_config(num_ranks=1, intermediate=intermediate)
+    monkeypatch.setattr(Library, "reads_tokens", READS[which])
+    config = cases.make_config(num_ranks=1)
     tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
     backend, saved = forward(monkeypatch, config, tokens, keep=keep, **arguments)
-    assert backend.reads_tokens == (reads_tokens > 0)
+    assert backend.reads_tokens == (which != "several")
     assert isinstance(saved, SavedForward)
     assert saved.x is None or saved.x is tokens
     return saved.rows is not None, saved.x is not None
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-@pytest.mark.parametrize("intermediate", [256, 320])
-@pytest.mark.parametrize("reads_tokens", READS)
+@pytest.mark.parametrize("which", READS)
 def test_tokens_are_kept_in_place_of_rows(
-    reads_tokens: int, intermediate: int, keep: str, monkeypatch: pytest.MonkeyPatch
+    which: str, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With "inputs" it is a forward that a backward runs again."""
-    lean = keep == "preactivations" or (keep == "auto" and reads_tokens > 0)
-    found = kept(monkeypatch, keep, reads_tokens=reads_tokens, intermediate=intermediate)
-    assert found == (not lean, lean)
+    lean = keep == "preactivations" or (keep == "auto" and which != "several")
+    assert kept(monkeypatch, keep, which=which) == (not lean, lean)
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-@pytest.mark.parametrize("reads_tokens", READS)
-def test_rows_for_factors_are_kept(
-    reads_tokens: int, keep: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("which", READS)
+def test_rows_for_factors_are_kept(which: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a backward would have to fetch them, as "preactivations" asks for."""
     fetches = keep == "preactivations"
-    found = kept(monkeypatch, keep, reads_tokens=reads_tokens, gives_rows=True)
-    assert found == (not fetches, fetches)
+    assert kept(monkeypatch, keep, which=which, gives_rows=True) == (not fetches, fetches)
 
 
 @pytest.mark.parametrize("keep", OPTIONS)
-@pytest.mark.parametrize("reads_tokens", READS)
+@pytest.mark.parametrize("which", READS)
 def test_frozen_experts_keep_neither(
-    reads_tokens: int, keep: str, monkeypatch: pytest.MonkeyPatch
+    which: str, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kept(monkeypatch, keep, reads_tokens=reads_tokens, trains_fc1=False) == (False, False)
+    assert kept(monkeypatch, keep, which=which, trains_fc1=False) == (False, False)
 
 
 @pytest.mark.parametrize("training", [False, True])

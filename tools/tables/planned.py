@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from flashmoe_megatron.bench.shapes import Shape
 from flashmoe_megatron.config import MoEConfig
-from flashmoe_megatron.kernel.memory import plan_memory
+from flashmoe_megatron.kernel.memory import plan_memory, reads_tokens
 from flashmoe_megatron.planner import (
     CARD_BYTES_PER_S,
     ROUTE_BYTES,
@@ -41,7 +41,7 @@ TIMES_MS = {
 
 
 def kept() -> list[str]:
-    """The GB that a forward keeps for its backward, by formula."""
+    """The GB that a forward keeps for its backward, by formula; the library knows who reads tokens."""
     named = {
         "Qwen3-30B-A3B, 8K": QWEN3_30B,
         "Qwen3-235B-A22B, 8K": QWEN3_235B,
@@ -58,7 +58,10 @@ def kept() -> list[str]:
             )
             config = one.config(1)
             ours = (kept_bytes(config, keep) for keep in ("all", "preactivations"))
-            chosen = [choose_keep("auto", one.config(ranks)) for ranks in (1, 2, 4, 8)]
+            chosen = [
+                choose_keep("auto", each, reads_tokens=reads_tokens(each))
+                for each in map(one.config, (1, 2, 4, 8))
+            ]
             said = f"{chosen[0]} on each" if len(set(chosen)) == 1 else ", ".join(chosen)
             yield [name, *(f"{size / 1e9:.2f}" for size in (*others, *ours)), said]
 

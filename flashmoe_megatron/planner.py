@@ -441,8 +441,16 @@ def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
 def choose_keep(keep: KeepOption, config: MoEConfig, *, reads_tokens: bool = False) -> Keep:
     """Returns what a forward keeps: the given choice or, with "auto", the choice by sizes.
 
-    "preactivations" if :func:`fetch_cost` is at most ``MOST_FETCH_COST``, or if backwards read
-    tokens; else "all".
+    "preactivations" if backwards read tokens, or if :func:`fetch_cost` is at most
+    ``MOST_FETCH_COST``; else "all". Rows have ``topk`` times as many bytes as tokens, as
+    :func:`kept_bytes` counts both, and a backward that reads tokens copies them while its products
+    run: on an H200 both directions take 0.2 to 1.3 % more time than with kept rows
+    (tools/bench/results/2026-11-h200-1x.md, "Tokens of wide experts").
+
+    Args:
+        keep: The option.
+        config: The layer's shape.
+        reads_tokens: Whether the backend's backwards take what they need of rows from tokens.
     """
     if keep != "auto":
         return keep

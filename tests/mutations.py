@@ -101,6 +101,22 @@ MUTATIONS = (
         "::test_micro_batches_whose_owner_lets_go_of_their_tokens",
     ),
     Mutation(
+        "wide experts of one GPU keep rows, since their forwards copy them",
+        "KernelBackend.__init__",
+        "bool(sizes.reads_tokens[True])",
+        "all(sizes.reads_tokens)",
+        "tests/unit/test_kept_rows.py::test_tokens_are_kept_in_place_of_rows[wide-auto]",
+        on_gpu="tests/gpu/test_token_lifetimes.py"
+        "::test_micro_batches_whose_owner_lets_go_of_their_tokens",
+    ),
+    Mutation(
+        "tables and the bench say that wide experts of one GPU keep rows",
+        "reads_tokens",
+        "bool(_sizes_of(config, DEFAULT_CTAS).reads_tokens[True])",
+        "all(_sizes_of(config, DEFAULT_CTAS).reads_tokens)",
+        "tests/build/test_memory.py::test_one_gpu_keeps_tokens_by_default_at_any_width[gated-1536]",
+    ),
+    Mutation(
         "hooks see rows of an evaluation that no warp has copied",
         "KernelBackend._make_buffers",
         "training or shows_rows",

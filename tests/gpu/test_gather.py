@@ -77,6 +77,7 @@ def test_gathered_rows_of_a_gradient_give_the_bits_of_copies(
         (256, NARROW),
         (256, WIDE),
         (192, WIDEST),
+        (256, 1408),
     ],
 )
 @pytest.mark.parametrize("transposed", [False, True], ids=["out-in", "in-out"])
@@ -90,7 +91,7 @@ def test_steps_that_read_tokens_give_the_bits_of_copied_rows(
     accumulated: bool,
 ):
     """A gradient of few outputs of fc1 is computed as its transpose, and turned round; others
-    read copies that the backward makes."""
+    read copies that the backward makes, one token at a time or several."""
     config = make_config(
         1, gated=True, activation=Activation.SILU, hidden=hidden, intermediate=intermediate
     )

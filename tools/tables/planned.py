@@ -41,7 +41,7 @@ TIMES_MS = {
 
 
 def kept() -> list[str]:
-    """The GB that a forward keeps for its backward, by formula; the library knows who reads tokens."""
+    """The GB that a forward keeps for its backward; the library knows who reads tokens."""
     named = {
         "Qwen3-30B-A3B, 8K": QWEN3_30B,
         "Qwen3-235B-A22B, 8K": QWEN3_235B,

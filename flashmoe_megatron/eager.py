@@ -49,8 +49,9 @@ def eager(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     def run(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         if torch.compiler.is_dynamo_compiling():
             return uncompiled(*args, **kwargs)
-        if _is_seen_into():  # not by `checked`: this runs before every launch
-            _refuse()
+        # This runs before every launch, in which mostly nothing is on.
+        if _transform() is not None or _num_modes() or _tracing_state() is not None:
+            return checked(*args, **kwargs)
         return function(*args, **kwargs)
 
     return run

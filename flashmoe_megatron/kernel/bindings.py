@@ -298,22 +298,19 @@ class Packed(threading.local):
         kind: The struct.
 
     Attributes:
-        at: Writes all fields after the size, pointers as numbers; returns the struct's address.
+        pack: Writes all fields after the size, pointers as numbers.
+        address: The struct's.
     """
 
-    at: Callable[..., int]
+    pack: Callable[..., None]
+    address: int
 
     def __init__(self, kind: type[_Sized]) -> None:
         packer = struct.Struct("".join(_CODES[field[1]] for field in kind._fields_))
         size = ctypes.sizeof(kind)
         memory = ctypes.create_string_buffer(size)
-        pack_into, address = packer.pack_into, ctypes.addressof(memory)
-
-        def at(*values: object) -> int:
-            pack_into(memory, 0, size, *values)
-            return address
-
-        self.at = at  # found by one look into what the thread has
+        self.pack = functools.partial(packer.pack_into, memory, 0, size)
+        self.address = ctypes.addressof(memory)
 
 
 _STRUCTS = (

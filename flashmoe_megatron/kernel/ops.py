@@ -104,7 +104,7 @@ def _input(
     assert probs is not None
     assert routing_map is not None
     is_map, routing = routing_map.dtype == torch.bool, routing_map.data_ptr()
-    return _INPUTS.at(
+    _INPUTS.pack(
         x.shape[0],
         _DTYPES[probs.dtype],
         score,
@@ -122,6 +122,7 @@ def _input(
         0 if first_plan is None else first_plan.data_ptr(),
         0,  # no refusal
     )
+    return _INPUTS.address
 
 
 def _plan(plan: torch.Tensor, problem: int, group: int, *given: Any) -> None:
@@ -147,7 +148,7 @@ def _forward(
     *given: Any,
 ) -> None:
     of_plan = plan.data_ptr()
-    launch = _LAUNCHES.at(
+    _LAUNCHES.pack(
         num_row_blocks,
         out.shape[0],
         0,
@@ -165,7 +166,7 @@ def _forward(
         0,
         0,
     )
-    _call("forward", problem, group, _input(*given), launch, is_planned)
+    _call("forward", problem, group, _input(*given), _LAUNCHES.address, is_planned)
 
 
 def _settle(
@@ -189,8 +190,8 @@ def _gather(
 ) -> None:
     of_plan, of_rows = plan.data_ptr(), rows.data_ptr()
     tensors = of_plan, 0, 0, 0, of_rows, 0, 0, 0, 0, 0
-    launch = _LAUNCHES.at(num_row_blocks, x.shape[0], 0, 0, 0, False, *tensors)
-    _call("gather", problem, group, launch, x.data_ptr())
+    _LAUNCHES.pack(num_row_blocks, x.shape[0], 0, 0, 0, False, *tensors)
+    _call("gather", problem, group, _LAUNCHES.address, x.data_ptr())
 
 
 def _backward(
@@ -215,7 +216,7 @@ def _backward(
     problem: int,
     group: int,
 ) -> None:
-    launch = _LAUNCHES.at(
+    _LAUNCHES.pack(
         num_row_blocks,
         grad_out.shape[0],
         _DTYPES[grad_probs.dtype],
@@ -234,7 +235,16 @@ def _backward(
         0 if x is None else x.data_ptr(),
     )
     addresses = grad_out.data_ptr(), grad_table.data_ptr()
-    _call("backward", problem, group, launch, *addresses, grads_dtype, accumulate, number)
+    _call(
+        "backward",
+        problem,
+        group,
+        _LAUNCHES.address,
+        *addresses,
+        grads_dtype,
+        accumulate,
+        number,
+    )
 
 
 def _writes_only(*_: object) -> None:

@@ -41,7 +41,8 @@ def test_packed_structs_are_the_librarys() -> None:
         names = [name for name, _ in kind._fields_[1:]]
         packed = bindings.Packed(kind)
         for first in (1, 100):
-            given = kind.from_address(packed.at(*range(first, first + len(names))))
+            packed.pack(*range(first, first + len(names)))
+            given = kind.from_address(packed.address)
             assert given.struct_size == ctypes.sizeof(kind)
             for value, name in enumerate(names, first):
                 found = getattr(kind, name)
@@ -57,9 +58,12 @@ def test_each_thread_packs_a_struct_of_its_own() -> None:
 
     packed = bindings.Packed(bindings.FlashMoELaunch)
     num_fields = len(bindings.FlashMoELaunch._fields_) - 1
-    here = packed.at(*[1] * num_fields)
+    def pack(value: int) -> int:
+        packed.pack(*[value] * num_fields)
+        return packed.address
+
     with ThreadPoolExecutor(1) as pool:
-        there = pool.submit(lambda: packed.at(*[2] * num_fields)).result()
+        here, there = pack(1), pool.submit(pack, 2).result()
         assert (
             bindings.FlashMoELaunch.from_address(here).plan,
             bindings.FlashMoELaunch.from_address(there).plan,

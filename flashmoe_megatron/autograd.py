@@ -184,6 +184,8 @@ def moe_apply(
     num_calls = backend.num_calls
     try:
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
+        if not torch.is_grad_enabled():
+            return _evaluate(backend, x, given, routing, weights, layer=layer, router=router)
         call = LayerCall(backend, weights, routing, gradients, layer, router, on_saved)
         return apply(call, x, given, ordered_grads=ordered_grads)
     except Exception as error:
@@ -196,27 +198,45 @@ def moe_apply(
     return void_call(together, backend, x, of_routes, weights, gradients)
 
 
+def _check_special(weights: ExpertWeights | SplitWeights, backend: Backend) -> None:
+    """Checks what plain weights need no check of."""
+    if isinstance(weights, SplitWeights):
+        weights.check(backend.config)
+    if isinstance(weights, AdaptedWeights):
+        _check_additions(backend)
+
+
+def _evaluate(
+    backend: Backend,
+    x: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    weights: ExpertWeights | SplitWeights,
+    *,
+    layer: int,
+    router: Router | None,
+) -> torch.Tensor:
+    """Returns the output of a forward that no backward follows."""
+    taken: Any = weights
+    if type(weights) is not ExpertWeights or weights.split:
+        _check_special(weights, backend)
+        taken = _as_taken(weights, backend)
+    forward = hidden(backend.forward)
+    return forward(x, probs, routing_map, taken, training=False, layer=layer, router=router)[0]
+
+
 def apply(
     call: LayerCall, x: torch.Tensor, probs: torch.Tensor, *, ordered_grads: bool = False
 ) -> torch.Tensor:
     """Does what :func:`moe_apply` does, for a caller whose errors end the call on every rank."""
     weights, backend = call.weights, call.backend
-    if isinstance(weights, SplitWeights):
-        weights.check(backend.config)
-    if isinstance(weights, AdaptedWeights):
-        _check_additions(backend)
     parameters: Sequence[torch.Tensor] = weights.tensors if torch.is_grad_enabled() else ()
     if not parameters or not any(map(_requires_grad, (x, probs, *parameters))):
         assert call.routing_map is not None
-        return hidden(backend.forward)(
-            x,
-            probs,
-            call.routing_map,
-            _as_taken(weights, backend),
-            training=False,
-            layer=call.layer,
-            router=call.router,
-        )[0]
+        return _evaluate(
+            backend, x, probs, call.routing_map, weights, layer=call.layer, router=call.router
+        )
+    _check_special(weights, backend)
     if ordered_grads:
         # Each view is a node with a place of its own in the order of backward.
         parameters = [parameter.view_as(parameter) for parameter in parameters]

@@ -95,17 +95,18 @@ class PendingForward:
     given: Given
     problem: bindings.FlashMoEProblem
     group: bindings.FlashMoEGroup
+    is_settled: bool
+    """Its replicas have been settled on before."""
     plan: torch.Tensor
     num_row_blocks: int | None
     """Blocks of 128 rows that the buffers hold; ``None`` if the plan under way counts them."""
-    is_settled: bool
-    """Its replicas have been settled on before."""
 
 
 class _Buffers(NamedTuple):
     """Memory that the launch of a layer writes to.
 
-    Without ``scratch``, that is in the plan's memory, where the plan ends.
+    Without ``scratch``, that is in the plan's memory, where the plan ends. There the rows are, too,
+    if ``rows_at`` is not 0, which says where.
     """
 
     rows: torch.Tensor | None
@@ -113,6 +114,7 @@ class _Buffers(NamedTuple):
     scratch: torch.Tensor | None
     out: torch.Tensor
     plan: torch.Tensor
+    rows_at: int
 
 
 class _PlanOutcome(NamedTuple):
@@ -250,21 +252,25 @@ class KernelBackend(Backend):
         try:
             if self._pending is not None or self.config.num_ranks > 1:
                 self._raise_shared(given.first_plan)
-            given = self._checked_call(given)
-            bound = self._bound_now(training=given.training)
-            # A rank without room for them can still tell the others.
-            buffers = plan = None
-            if bound is not None:
-                buffers = self._make_buffers(bound, given, training=given.training)
-                plan = buffers.plan
-            pending = self._begin(given, bound, plan)
+            check_tokens(self.config, *given[:3], dtype=self._dtype, device=self.device)
+            if given.router is not None or self.hooks.are_used:
+                given = self._through_hooks(given)
+            training, bound = given.training, self._bound_now(training=given.training)
+            if bound is None:
+                pending = self._begin(given, None)
+            else:
+                # A rank without room for them can still tell the others.
+                buffers = self._make_buffers(bound, given, training=training)
+                opened = self._open(given)
         except Exception as error:
             together = Together(self, may_be_void=True, num_calls=num_calls)
             if not together.ends(error):
                 raise
             assert together.void is not None
             return self._end(together.void, given)
-        return self._finish(pending, tables, making, buffers, training=given.training)
+        if bound is None:
+            return self._finish(pending, tables, making, training=training)
+        return self._launch(given, *opened, tables, making, bound, buffers, training=training)
 
     @_on_own_device
     def settle(
@@ -400,7 +406,8 @@ class KernelBackend(Backend):
         self._use_layout(self._transposed, self._split, x.dtype)
         self._describe()
         given = Given(x, probs, routing_map, True, followed, first_plan=first_plan)
-        given = self._checked_call(given)
+        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
+        given = self._through_hooks(given)
         return self._begin(given, num_row_blocks)
 
     @_on_own_device
@@ -413,10 +420,9 @@ class KernelBackend(Backend):
         pending.problem = self._describe()
         return self._finish(pending, tables, making, training=training)
 
-    def _checked_call(self, given: Given) -> Given:
-        """Returns a call that the kernel can take, as hooks ahead of the launch make it."""
-        x, probs, routing_map, router, hooks = *given[:3], given.router, self.hooks
-        check_tokens(self.config, x, probs, routing_map, dtype=self._dtype, device=self.device)
+    def _through_hooks(self, given: Given) -> Given:
+        """Returns a call, whose tokens are checked, as hooks ahead of the launch make it."""
+        x, probs, router, hooks = given.x, given.probs, given.router, self.hooks
         if router is not None:
             check_kernel_tensor("router weight", router.weight, self.device, self._dtype)
         if not (hooks.are_used and hooks):
@@ -461,8 +467,8 @@ class KernelBackend(Backend):
     ) -> _Buffers:
         """Allocates what a launch writes to, also its plan if there is none yet.
 
-        Without ``training`` a plan lives no longer than the scratch. Both are one allocation then,
-        since each keeps the GPU waiting for this host.
+        Without ``training`` a plan lives no longer than the scratch, and neither do rows that no
+        hook sees. They are one allocation then, since each keeps the GPU waiting for this host.
         """
         sizes = self._sizes
         shows_rows = self.hooks.are_used and self._shows_rows
@@ -471,17 +477,20 @@ class KernelBackend(Backend):
         )
         # Without pre-activations one of several ranks may leave rows of its own out.
         has_preact = training or shows_rows
-        scratch, scratch_bytes = None, num_row_blocks * sizes.scratch_block_bytes[False]
-        if plan is None and not training:
-            plan = self._empty(sizes.plan_bytes + scratch_bytes)
-        else:
-            scratch = self._empty(scratch_bytes)
+        scratch_bytes = num_row_blocks * sizes.scratch_block_bytes[False]
+        row_bytes = num_row_blocks * sizes.row_block_bytes if has_rows else 0
+        out = torch.empty_like(given.x)
+        if plan is None and not training and not shows_rows:
+            rows_at = sizes.plan_bytes + scratch_bytes
+            plan = self._empty(rows_at + row_bytes)
+            return _Buffers(None, None, None, out, plan, rows_at if has_rows else 0)
         return _Buffers(
-            self._empty(num_row_blocks * sizes.row_block_bytes) if has_rows else None,
+            self._empty(row_bytes) if has_rows else None,
             self._empty(num_row_blocks * sizes.preact_block_bytes) if has_preact else None,
-            scratch,
-            torch.empty_like(given.x),
+            self._empty(scratch_bytes),
+            out,
             self._empty(sizes.plan_bytes) if plan is None else plan,
+            0,
         )
 
     @property
@@ -504,42 +513,47 @@ class KernelBackend(Backend):
         # All ranks fetch rows again, though one may not need them.
         return given.trains_fc1 or self.config.num_ranks > 1
 
-    def _begin(
-        self, given: Given, num_row_blocks: int | None, plan: torch.Tensor | None = None
-    ) -> PendingForward:
-        if plan is None:
-            plan = self._empty(self._sizes.plan_bytes)
-        self.num_calls += 1  # what comes now concerns every rank
-        self.unfollowed = ()
-        problem = self._prepare()
-        try:
-            is_settled = self.memory.settled_for is not None and self._take_settled(given.layer)
-            group = self.memory.open()
-            pending = PendingForward(given, problem, group, plan, num_row_blocks, is_settled)
-            if num_row_blocks is None:
+    def _begin(self, given: Given, num_row_blocks: int | None) -> PendingForward:
+        plan = self._empty(self._sizes.plan_bytes)
+        problem, group, is_settled = self._open(given)
+        if num_row_blocks is None:
+            with self.memory.promised:
                 arguments = ops.arguments(given, given.router, is_settled=is_settled)
                 ops.plan(plan, *_addresses(problem, group), *arguments)
+        return PendingForward(given, problem, group, is_settled, plan, num_row_blocks)
+
+    def _open(self, given: Given) -> tuple[bindings.FlashMoEProblem, bindings.FlashMoEGroup, bool]:
+        """Begins this rank's part in a forward, which concerns every rank from now on.
+
+        Returns the problem, the group, and whether the forward's replicas have been settled on.
+        """
+        self.num_calls += 1
+        self.unfollowed = ()
+        memory, problem = self.memory, self._problem
+        if problem is None or memory.fault_code.value or memory.needs(self._sizes):
+            problem = self._prepare()
+        try:
+            is_settled = memory.settled_for is not None and self._take_settled(given.layer)
+            return problem, memory.open(), is_settled
         except BaseException:  # as `memory.promised`, which takes longer where nothing is wrong
-            self.memory.is_void = True
+            memory.is_void = True
             raise
-        return pending
 
     def _finish(
         self,
         pending: PendingForward,
         tables: WeightTables,
         making: Making | None,
-        buffers: _Buffers | None = None,
         *,
         training: bool,
     ) -> tuple[torch.Tensor, SavedForward | NaNResult | torch.Tensor | None]:
-        given, problem, blocks = pending.given, pending.problem, pending.num_row_blocks
-        router = given.router
+        """Waits for the plan, if that is under way, and launches the layer."""
+        given, blocks = pending.given, pending.num_row_blocks
         is_planned = blocks is None
         if blocks is None:
             # A fault that the plan has left by now is its outcome, which every rank has.
             with self.memory.promised:
-                outcome = self._await_plan(problem, pending.group)
+                outcome = self._await_plan(pending.problem, pending.group)
             if self._goes_on(outcome):
                 void = self._void(pending.plan, reason_of(self.memory.fault()))
                 return self._end(void, given)
@@ -550,11 +564,38 @@ class KernelBackend(Backend):
             self.unfollowed = bindings.ranks_of(outcome.unfollowed)
             blocks = outcome.num_row_blocks
             self.attempts.note(blocks)
-            router = None  # it has run in the plan
+        with self.memory.promised:
+            buffers = self._make_buffers(blocks, given, training=training, plan=pending.plan)
+        opened = pending.problem, pending.group, pending.is_settled
+        return self._launch(
+            given,
+            *opened,
+            tables,
+            making,
+            blocks,
+            buffers,
+            training=training,
+            is_planned=is_planned,
+        )
+
+    def _launch(
+        self,
+        given: Given,
+        problem: bindings.FlashMoEProblem,
+        group: bindings.FlashMoEGroup,
+        is_settled: bool,
+        tables: WeightTables,
+        making: Making | None,
+        num_row_blocks: int,
+        buffers: _Buffers,
+        *,
+        training: bool,
+        is_planned: bool = False,
+    ) -> tuple[torch.Tensor, SavedForward | torch.Tensor | None]:
+        """Launches the layer, which also plans unless its plan has come to its end."""
+        rows, preact, scratch, out, plan, rows_at = buffers
+        router = None if is_planned else given.router  # which has run in the plan
         try:
-            if buffers is None:
-                buffers = self._make_buffers(blocks, given, training=training, plan=pending.plan)
-            rows, preact, scratch, out, plan = buffers
             ops.forward(
                 plan,
                 tables.maps,
@@ -564,13 +605,15 @@ class KernelBackend(Backend):
                 preact,
                 scratch,
                 out,
-                blocks,
+                num_row_blocks,
                 making is not None and making.is_current,
                 is_planned,
                 given.layer,
                 self._sizes.plan_bytes,
-                *_addresses(problem, pending.group),
-                *ops.arguments(given, router, is_settled=pending.is_settled),
+                rows_at,
+                ctypes.addressof(problem),
+                ctypes.addressof(group),
+                *ops.arguments(given, router, is_settled=is_settled),
             )
         except BaseException:
             self.memory.is_void = True
@@ -578,15 +621,15 @@ class KernelBackend(Backend):
         if making is not None:
             making.note()
         if rows is not None and self.hooks.are_used and self._shows_rows:
-            self._show_rows(rows, blocks, given.layer)
+            self._show_rows(rows, num_row_blocks, given.layer)
         if preact is None or not training:
-            return out, self._header_of(pending.plan) if given.followed else None
+            return out, self._header_of(plan) if given.followed else None
         saved = SavedForward(
-            plan=pending.plan,
+            plan=plan,
             rows=rows if self._keeps_rows(given) else None,
             x=given.x if self._keeps_tokens(given) else None,
             preact=preact,
-            num_row_blocks=blocks,
+            num_row_blocks=num_row_blocks,
             num_tokens=given.x.shape[0],
             num_columns=given.probs.shape[1],
             probs_dtype=given.probs.dtype,

@@ -69,7 +69,8 @@ class GroupMemory(EndsWithGroup):
         self._workspace = torch.empty(0)
         self._workspace_bytes = 0
         self._mailbox = torch.empty(0)
-        self._fault_code = ctypes.c_uint32()
+        self.fault_code = ctypes.c_uint32()
+        """Code of the fault that a launch has left in the mailbox, 0 if none."""
         self.captured = Captured()
         self.early_fc2 = EarlyFc2(device)
         self._groups: dict[int, bindings.FlashMoEGroup] = {}  # by stream
@@ -138,6 +139,7 @@ class GroupMemory(EndsWithGroup):
                 "whose faults and records nobody hears; capture them again"
             )
         self._heap, self.heap_bytes = None, 0
+        self.fault_code = ctypes.c_uint32()  # the mailbox goes, too
         obstacle = None
         try:
             self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)
@@ -149,7 +151,7 @@ class GroupMemory(EndsWithGroup):
             heap_bytes, self.group, self.device, self.options.symmetric_memory, obstacle
         )
         self._least_replica_rows = least_rows_of(self._heap.link_bytes_per_s)
-        self._fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
+        self.fault_code = ctypes.c_uint32.from_address(self._mailbox.data_ptr())
         self.heap_bytes, self._workspace_bytes = heap_bytes, workspace_bytes
         self._heap_bounds = self.bounds
         self._groups.clear()
@@ -209,7 +211,7 @@ class GroupMemory(EndsWithGroup):
             )
         self._heap, self.heap_bytes, self._workspace_bytes = None, 0, 0
         self._workspace = self._mailbox = torch.empty(0)
-        self._fault_code = ctypes.c_uint32()
+        self.fault_code = ctypes.c_uint32()
         self.settled_for = None
 
     def _raise_if_over(self) -> None:
@@ -287,16 +289,16 @@ class GroupMemory(EndsWithGroup):
     @property
     def has_fault(self) -> bool:
         """True if a launch has left a fault that has not been raised yet."""
-        return self._heap is not None and self._fault_code.value != 0
+        return self.fault_code.value != 0
 
     @property
     def has_shared_fault(self) -> bool:
         """True if every rank's launch has left the same fault, which all raise in one call."""
-        return self.has_fault and self._fault_code.value != bindings.PEER_TIMEOUT
+        return self.has_fault and self.fault_code.value != bindings.PEER_TIMEOUT
 
     def unfollowed(self) -> tuple[int, ...]:
         """The ranks that lack a backward of this one's, if that is the fault."""
-        if not self.has_fault or self._fault_code.value != bindings.UNMATCHED:
+        if not self.has_fault or self.fault_code.value != bindings.UNMATCHED:
             return ()
         fault = bindings.read_fault(self.last_group())
         return () if fault is None else bindings.ranks_of(fault.seen)

@@ -2,7 +2,8 @@
 
 If none of them looks, a launch is a plain call: the dispatcher takes as long as all else that
 is done here. No other file registers operators. The caller makes the buffers, since it knows their
-sizes; a forward without ``scratch`` has it after the ``plan_bytes`` of its plan's memory.
+sizes. A forward without ``scratch`` has it in its plan's memory, where ``scratch_at`` says; without
+``rows`` it has them there, too, unless ``rows_at`` is 0.
 ``problem`` and ``group`` are addresses of the library's structs, alive during the call.
 Gradients are not registered here: the autograd function is outside, which costs half as much per
 call.
@@ -31,8 +32,8 @@ for _schema in (
     f"plan(Tensor(a!) plan, int problem, int group, {_INPUT}) -> ()",
     "forward(Tensor(a!) plan, Tensor weight_maps, Tensor(f!)? weight_copies, Tensor? biases,"
     " Tensor(b!)? rows, Tensor(c!)? preact, Tensor(d!)? scratch, Tensor(e!) out,"
-    " int num_row_blocks, bool copies_are_current, bool is_planned, int layer, int plan_bytes,"
-    " int problem, int group,"
+    " int num_row_blocks, bool copies_are_current, bool is_planned, int layer, int scratch_at,"
+    " int rows_at, int problem, int group,"
     f" {_INPUT}) -> ()",
     "settle(Tensor route_counts, Tensor? weight_maps, Tensor? biases, int problem, int group)"
     " -> ()",
@@ -142,12 +143,14 @@ def _forward(
     copies_are_current: bool,
     is_planned: bool,
     layer: int,
-    plan_bytes: int,
+    scratch_at: int,
+    rows_at: int,
     problem: int,
     group: int,
     *given: Any,
 ) -> None:
     of_plan = plan.data_ptr()
+    of_rows = of_plan + rows_at if rows_at else 0
     _LAUNCHES.pack(
         num_row_blocks,
         out.shape[0],
@@ -159,14 +162,17 @@ def _forward(
         weight_maps.data_ptr(),
         0 if weight_copies is None else weight_copies.data_ptr(),
         0 if biases is None else biases.data_ptr(),
-        0 if rows is None else rows.data_ptr(),
+        of_rows if rows is None else rows.data_ptr(),
         0 if preact is None else preact.data_ptr(),
-        of_plan + plan_bytes if scratch is None else scratch.data_ptr(),
+        of_plan + scratch_at if scratch is None else scratch.data_ptr(),
         out.data_ptr(),
         0,
         0,
     )
-    _call("forward", problem, group, _input(*given), _LAUNCHES.address, is_planned)
+    of_input = _input(*given)
+    status = bindings.function("forward")(problem, group, of_input, _LAUNCHES.address, is_planned)
+    if status != bindings.OK:  # not by `_call`, which takes longer
+        raise bindings.error(status)
 
 
 def _settle(

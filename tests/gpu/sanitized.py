@@ -46,9 +46,11 @@ def zeros_where_copies_write(num_ranks: int) -> Iterator[None]:
 
     def zeroed_forward(*given: Any) -> None:
         plan, _maps, _copies, _biases, rows, _preact, scratch, out, num_blocks = given[:9]
+        scratch_at, rows_at = given[12:14]
         if scratch is None:
-            plan_bytes = given[12]
-            scratch = plan[plan_bytes:]
+            scratch = plan[scratch_at:]
+        if rows_at:
+            rows = plan[rows_at:]
         if rows is not None:
             rows.zero_()
         zero_rows(scratch, num_blocks, out.shape[1], 1)  # results

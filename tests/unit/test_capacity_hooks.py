@@ -215,7 +215,7 @@ class Kernel:
         given = self.x, self.probs, self.routing_map
         self.backend.forward(*given, self.weights, training=False)
         self.gpus.wait(0)
-        rows, inputs = self.launched[-1][4], self.launched[-1][15:]
+        rows, inputs = self.launched[-1][4], self.launched[-1][16:]
         return {"rows": rows, "x": inputs[0], "probs": inputs[1], "map": inputs[2]}
 
 

@@ -92,27 +92,42 @@ def test_frozen_experts_keep_neither(
     assert kept(monkeypatch, keep, which=which, trains_fc1=False) == (False, False)
 
 
+@pytest.mark.parametrize("receives", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_an_evaluations_plan_and_scratch_are_one_allocation(
-    training: bool, monkeypatch: pytest.MonkeyPatch
+def test_an_evaluation_needs_one_allocation_and_its_output(
+    training: bool, receives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rows, too, live no longer than its scratch; a training's do."""
     made: list[Any] = []
-    make = KernelBackend._make_buffers
+    make, sizes_of = KernelBackend._make_buffers, Library._sizes
 
     def note(*given: Any, **options: Any) -> Any:
         made.append(make(*given, **options))
         return made[-1]
 
+    def sizes_that_say(library: Library, problem: Any, sizes: Any) -> int:
+        status = sizes_of(library, problem, sizes)
+        sizes._obj.reads_tokens[False] = not receives
+        sizes._obj.scratch_block_bytes[:] = 512, 1024
+        return status
+
     monkeypatch.setattr(KernelBackend, "_make_buffers", note)
+    monkeypatch.setattr(Library, "_sizes", sizes_that_say)
     config = cases.make_config(num_ranks=1)
     tokens = torch.ones(4, config.hidden, dtype=torch.bfloat16)
-    backend, _ = forward(monkeypatch, config, tokens, row_bound=2.0, training=training)
+    backend, _ = forward(
+        monkeypatch, config, tokens, row_bound=2.0, training=training, keep="preactivations"
+    )
     (buffers,) = made
     sizes, blocks = backend._sizes, backend._bounds[training]
+    row_bytes = blocks * sizes.row_block_bytes if receives else 0
     scratch_bytes = blocks * sizes.scratch_block_bytes[False]
     if training:
         assert buffers.plan.nbytes == sizes.plan_bytes
         assert buffers.scratch.nbytes == scratch_bytes
+        assert (0 if buffers.rows is None else buffers.rows.nbytes) == row_bytes
+        assert not buffers.rows_at
     else:
-        assert buffers.scratch is None
-        assert buffers.plan.nbytes == sizes.plan_bytes + scratch_bytes
+        assert buffers.scratch is buffers.rows is None
+        assert buffers.plan.nbytes == sizes.plan_bytes + scratch_bytes + row_bytes
+        assert buffers.rows_at == (sizes.plan_bytes + scratch_bytes if receives else 0)

@@ -58,6 +58,7 @@ def test_each_thread_packs_a_struct_of_its_own() -> None:
 
     packed = bindings.Packed(bindings.FlashMoELaunch)
     num_fields = len(bindings.FlashMoELaunch._fields_) - 1
+
     def pack(value: int) -> int:
         packed.pack(*[value] * num_fields)
         return packed.address
@@ -104,9 +105,10 @@ def test_a_dispatch_mode_sees_an_operator(calls: list[str]) -> None:
     assert (mode.names, calls[1:]) == (["flashmoe.settle.default"], ["operator"])
 
 
+@pytest.mark.parametrize("rows_at", [0, 384])
 @pytest.mark.parametrize("has_own", [True, False])
-def test_scratch_without_memory_of_its_own_follows_the_plan(
-    has_own: bool, monkeypatch: pytest.MonkeyPatch
+def test_what_has_no_memory_of_its_own_follows_the_plan(
+    has_own: bool, rows_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flashmoe_megatron.kernel import bindings, ops
 
@@ -122,9 +124,10 @@ def test_scratch_without_memory_of_its_own_follows_the_plan(
     given = Given(x, probs, probs > 0, training=False, followed=False)
     own = scratch if has_own else None
     ops.forward(
-        *(plan, plan, None, None, None, None, own, x, 1, False, False, 0, 256, 1, 2),
+        *(plan, plan, None, None, None, None, own, x, 1, False, False, 0, 256, rows_at, 1, 2),
         *ops.arguments(given, None, is_settled=False),
     )
     found = bindings.FlashMoELaunch.from_buffer_copy(launches[0])
     assert found.plan == plan.data_ptr()
     assert found.scratch == (scratch.data_ptr() if has_own else plan.data_ptr() + 256)
+    assert found.rows == (plan.data_ptr() + rows_at if rows_at else None)

@@ -105,7 +105,7 @@ class Planned(KernelBackend):
     def _use_weights(self, *_: object) -> Any:
         return None
 
-    def _checked_call(self, given: Given) -> Given:
+    def _through_hooks(self, given: Given) -> Given:
         return given
 
     def _begin(self, given: Given, *_: object) -> PendingForward:

@@ -138,8 +138,8 @@ class GroupMemory(EndsWithGroup):
                 "the symmetric heap is made anew: CUDA graphs of MoE layers keep the old one, of "
                 "whose faults and records nobody hears; capture them again"
             )
-        self._heap, self.heap_bytes = None, 0
-        self.fault_code = ctypes.c_uint32()  # the mailbox goes, too
+        # The mailbox, which has the code, goes with them.
+        self._heap, self.heap_bytes, self.fault_code = None, 0, ctypes.c_uint32()
         obstacle = None
         try:
             self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=self.device)

@@ -344,15 +344,12 @@ int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
 // reads weights that another has read.
 bool reads_weights_once(const FlashMoEProblem* p) { return mean_rows(p) <= kClusterSize * BLOCK_M; }
 
-// True if groups of units end where experts do: where experts have several units, whose weights two
-// groups would read else. In a mixed order, which is for small weights, steps are long instead. A
-// forward, its plan and its backward have the same groups, and a forward in FP8 has no table of
-// them.
+// True if groups of units end where experts do. A forward, its plan and its backward have the same.
 bool cuts_groups(const FlashMoEProblem* p) {
     const bool may_mix =
         protocol::mixes_products(true, p->hidden / BLOCK_K, p->intermediate / BLOCK_K);
-    const bool is_alone = p->num_ranks == 1 and not is_in_fp8(p);
-    return kMayMix and is_alone and not reads_weights_once(p) and not may_mix;
+    return kMayMix and
+           protocol::cuts_groups(p->num_ranks == 1, is_in_fp8(p), may_mix, mean_rows(p), BLOCK_M);
 }
 
 // Sets the groups that end where experts do, and how many of them GEMM1 follows GEMM0.

@@ -723,7 +723,7 @@ MUTANTS = [
     Mutant(
         "tickets begin with those that takers have had for their own",
         "ctas2",
-        UNWRITTEN,
+        "a tile is computed twice",
         False,
         ((QUEUE, "    return takers + take<A>(tickets, 1);", "    return take<A>(tickets, 1);"),),
     ),
@@ -960,6 +960,22 @@ MUTANTS = [
         "products are apart",
         False,
         ((ORDER, "if (order_.is_mixed) {", "if (order_.is_mixed and order_.lag < 0) {"),),
+        SIZES,
+    ),
+    Mutant(
+        "groups end with experts of few rows",
+        "order",
+        "the wrong groups are cut",
+        False,
+        ((ORDER, "kFewBlocks = 4;", "kFewBlocks = 2;"),),
+        SIZES,
+    ),
+    Mutant(
+        "groups of experts in FP8 end with experts",
+        "order",
+        "the wrong groups are cut",
+        False,
+        ((ORDER, "is_alone and not is_in_fp8 and", "is_alone and"),),
         SIZES,
     ),
     Mutant(

@@ -60,6 +60,16 @@ struct TileOrder {
 // ends.
 constexpr int kMostLag = 8;
 
+// True if groups end where experts do: on a rank that is alone, if experts have many rows, so that
+// two groups would read their weights. Where they have few, kMostLag groups have fewer stages than
+// finishers take until GEMM1 needs their results. A forward in FP8 writes no table of groups, and
+// where products are mixed, steps are long.
+FLASHMOE_PROTOCOL_CONST bool cuts_groups(
+    bool is_alone, bool is_in_fp8, bool may_mix, int64_t mean_rows, int block_rows) {
+    constexpr int kFewBlocks = 4;
+    return is_alone and not is_in_fp8 and not may_mix and mean_rows > kFewBlocks * block_rows;
+}
+
 // Cuts the units of experts, which follow one another, into groups: of whole experts, as many as it
 // takes until there are `least` units, and in even parts where these are more than `most`. Calls
 // put(group, unit) for each group's first unit, and for kMostLag + 1 more, which have no units.

@@ -198,6 +198,19 @@ int order(int most) {
             return fail("the wrong products are mixed");
         }
     }
+    struct Cut {
+        bool is_alone, is_in_fp8, may_mix;
+        int64_t mean_rows;
+        bool is_cut;
+    };
+    for (const Cut& one : {Cut{true, false, false, 513, true}, Cut{true, false, false, 512, false},
+                           Cut{false, false, false, 513, false}, Cut{true, true, false, 513, false},
+                           Cut{true, false, true, 513, false}}) {
+        if (protocol::cuts_groups(one.is_alone, one.is_in_fp8, one.may_mix, one.mean_rows, 128) !=
+            one.is_cut) {
+            return fail("the wrong groups are cut");
+        }
+    }
     for (int units = 0; units <= most; ++units) {
         for (int group = 1; group <= most; ++group) {
             for (int n = 2; n <= 2 * most * most + 1; ++n) {

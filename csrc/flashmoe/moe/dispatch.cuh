@@ -266,7 +266,8 @@ __device__ __forceinline__ int tokens_at_a_time(const BackwardArgs& args) {
 // Copies x, of a forward that kept no rows, to the rows that fc1's gradients read. Each CTA has an
 // even share of the tokens, and of the experts' pads, and copies few tokens at a time: nothing
 // waits for the copies before the other products are done, and these wait for more the faster
-// copies are made. Scope: one warp, after it has dispatched dY.
+// copies are made. With spare slots no backward does so (reads_tokens in host/check.h), and their
+// kernels have no register for more than one token. Scope: one warp, after it has dispatched dY.
 __device__ __forceinline__ void copy_tokens(const BackwardArgs& args,
                                             DispatchPieces& pieces,
                                             DispatchBarriers& arrived,
@@ -275,10 +276,11 @@ __device__ __forceinline__ void copy_tokens(const BackwardArgs& args,
     begin_span(Span::kDispatch);
     const Plan& plan = args.plan;
     const int lane = threadIdx.x % 32, row_bytes = args.shape.row_bytes();
-    const int num_lanes = tokens_at_a_time(args), step = int(gridDim.x) * num_lanes;
+    const int num_lanes = kHasReplicas ? 1 : tokens_at_a_time(args);
+    const int step = int(gridDim.x) * num_lanes;
     for (int first = int(blockIdx.x) * num_lanes; first < args.num_tokens; first += step) {
-        const int token = first + lane;
-        if (lane < num_lanes and token < args.num_tokens) {
+        const int token = kHasReplicas ? first : first + lane;
+        if (kHasReplicas ? lane == 0 : lane < num_lanes and token < args.num_tokens) {
             const int32_t* token_rows = plan.rows_of(args.shape.rank, token);
             copy_row<true>(args.watchdog, args.tokens + int64_t(token) * row_bytes,
                            args.token_copies, row_bytes, pieces[lane], arrived[lane], parity,

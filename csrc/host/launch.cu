@@ -344,7 +344,7 @@ int gemm1_input(const FlashMoEProblem* p, bool is_backward) {
 // reads weights that another has read.
 bool reads_weights_once(const FlashMoEProblem* p) { return mean_rows(p) <= kClusterSize * BLOCK_M; }
 
-// True if groups of units end where experts do. A forward, its plan and its backward have the same.
+// True if a plan has groups of units that end where experts do.
 bool cuts_groups(const FlashMoEProblem* p) {
     const bool may_mix =
         protocol::mixes_products(true, p->hidden / BLOCK_K, p->intermediate / BLOCK_K);
@@ -400,7 +400,9 @@ void set_order(const FlashMoEProblem* p, bool is_backward, LayerArgs* args) {
         args->is_mixed = true;
         args->lag = 2;  // else GEMM1 would read what the step before has just computed
     }
-    if (cuts_groups(p)) set_cut_groups(p, kFinishersStages, args);
+    if (cuts_groups(p) and protocol::follows_cut_groups(is_backward, args->num_k_blocks[1])) {
+        set_cut_groups(p, kFinishersStages, args);
+    }
     // Few rows at a time where these are long: the last units would keep some warps while all
     // others are done.
     constexpr int64_t kMostUnitBytes = 64 * 1024;

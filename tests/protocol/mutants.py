@@ -971,6 +971,14 @@ MUTANTS = [
         SIZES,
     ),
     Mutant(
+        "a backward of few stages follows groups that end with experts",
+        "order",
+        "the wrong passes follow cut groups",
+        False,
+        ((ORDER, "kFewStages = 16;", "kFewStages = 15;"),),
+        SIZES,
+    ),
+    Mutant(
         "groups of experts in FP8 end with experts",
         "order",
         "the wrong groups are cut",

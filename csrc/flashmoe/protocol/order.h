@@ -70,6 +70,14 @@ FLASHMOE_PROTOCOL_CONST bool cuts_groups(
     return is_alone and not is_in_fp8 and not may_mix and mean_rows > kFewBlocks * block_rows;
 }
 
+// True if a pass takes its tiles by the groups of the plan's table, if that has any. A backward's
+// finishers take longer than a forward's. Where its GEMM1 has few stages, products of such groups
+// wait for them and for rooms, more than their weights' second read takes.
+FLASHMOE_PROTOCOL_CONST bool follows_cut_groups(bool is_backward, int gemm1_stages) {
+    constexpr int kFewStages = 16;
+    return not is_backward or gemm1_stages > kFewStages;
+}
+
 // Cuts the units of experts, which follow one another, into groups: of whole experts, as many as it
 // takes until there are `least` units, and in even parts where these are more than `most`. Calls
 // put(group, unit) for each group's first unit, and for kMostLag + 1 more, which have no units.

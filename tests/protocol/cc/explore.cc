@@ -211,6 +211,14 @@ int order(int most) {
             return fail("the wrong groups are cut");
         }
     }
+    for (const bool is_backward : {false, true}) {
+        for (const int stages : {16, 17}) {
+            if (protocol::follows_cut_groups(is_backward, stages) ==
+                (is_backward and stages == 16)) {
+                return fail("the wrong passes follow cut groups");
+            }
+        }
+    }
     for (int units = 0; units <= most; ++units) {
         for (int group = 1; group <= most; ++group) {
             for (int n = 2; n <= 2 * most * most + 1; ++n) {

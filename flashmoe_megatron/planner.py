@@ -444,8 +444,8 @@ def choose_keep(keep: KeepOption, config: MoEConfig, *, reads_tokens: bool = Fal
     "preactivations" if backwards read tokens, or if :func:`fetch_cost` is at most
     ``MOST_FETCH_COST``; else "all". Rows have ``topk`` times as many bytes as tokens, as
     :func:`kept_bytes` counts both, and a backward that reads tokens copies them while its products
-    run: on an H200 both directions take 0.2 to 1.3 % more time than with kept rows
-    (tools/bench/results/2026-11-h200-1x.md, "Tokens of wide experts").
+    run: on an H200 both directions take 0.2 to 1.2 % more time than with kept rows, where it was
+    measured (tools/bench/results/2026-11-h200-1x.md, "Tokens of wide experts").
 
     Args:
         keep: The option.

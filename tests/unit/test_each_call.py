@@ -177,7 +177,7 @@ CHANGES: dict[str, Callable[[State], object]] = {
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    monkeypatch.setattr(Library, "reads_tokens", bindings.READS_TOKENS)
+    monkeypatch.setattr(Library, "reads_tokens", (bindings.READS_TOKENS, bindings.READS_TOKENS))
     return Launches(monkeypatch)
 
 

@@ -1364,9 +1364,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a layout of weights is that of the last call",
-        "KernelBackend._use_weights",
-        "layout != (self._transposed, self._split, self._dtype)",
-        "layout[2] != self._dtype",
+        "KernelBackend._use_layout",
+        "self._problem = None",
+        "pass",
         "tests/unit/test_each_call.py::test_a_change_is_seen",
     ),
     Mutation(

@@ -213,8 +213,13 @@ def test_a_change_is_seen(name: str, row_bound: float | None, launches: Launches
 
 def test_a_hook_is_called(launches: Launches) -> None:
     one, called = state(row_bound=2.0), []
+
+    def hook(x: torch.Tensor, _: object) -> torch.Tensor:
+        called.append(len(x))
+        return x
+
     one.forward(launches.gpus)
-    handle = one.backend.hooks.add("before", "gate", lambda x, _: called.append(len(x)) or x)
+    handle = one.backend.hooks.add("before", "gate", hook)
     one.forward(launches.gpus)
     assert called[-1] == NUM_TOKENS
     handle.remove()

@@ -51,7 +51,7 @@ BAD: dict[str, tuple[Callable[[Call], Call], type[Exception], str]] = {
     "width": (
         lambda call: {**call, "x": call["x"][:, :32].contiguous()},
         errors.ShapeError,
-        "x has shape (12, 32), wanted [..., 64]",
+        "x has shape (12, 32), wanted [..., num_tokens, 64]",
     ),
     "no tensor": (
         lambda call: {**call, "topk_idx": [1.0]},  # type: ignore[dict-item]

@@ -121,7 +121,7 @@ def run_program(
     """Runs ``code`` as the main module of a process that has what the server has imported.
 
     Args:
-        server: Is not to have imported what the program is to import anew.
+        server: One that has not imported what the program has to import itself.
         code: Python's text.
         folder: Where the output is kept.
         timeout_s: After which the process is killed.

@@ -170,7 +170,7 @@ def test_a_graph_replays_it_with_new_inputs():
 
 
 def test_a_graph_outlives_its_layer():
-    """What the layer alone had is free, and others write there; weights are the caller's."""
+    """Others write where the layer alone had memory; the weights are the caller's."""
     config = make_config(1)
     inputs = steps.make_inputs(config, cases.uniform, TOKENS[1])
     weights = steps.weights_of(config, inputs)[0]

@@ -1,5 +1,6 @@
 """Compiles the programs of ``cc/`` over the protocol's headers, as they are or with a mutant."""
 
+import atexit
 import functools
 import json
 import os
@@ -54,12 +55,16 @@ def compiler() -> str:
 def engine() -> Path:
     """Compiles the explorer's engine, once for all programs of this process, mutants included."""
     directory = Path(tempfile.mkdtemp(prefix="flashmoe-engine-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     target = directory / "engine.o"
-    command = [compiler(), "-std=c++17", "-Wall", *ENGINE_FLAGS, f"-I{CSRC}", f"-I{SOURCES}"]
-    subprocess.run(
-        [*command, "-c", str(SOURCES / "engine.cc"), "-o", str(target)], check=True, timeout=300
-    )
+    includes = [f"-I{CSRC}", f"-I{SOURCES}"]
+    _compile([*ENGINE_FLAGS, *includes, "-c", str(SOURCES / "engine.cc")], target)
     return target
+
+
+def _compile(arguments: list[str], target: Path) -> None:
+    command = [compiler(), "-std=c++17", "-Wall", *arguments, "-o", str(target)]
+    subprocess.run(command, check=True, timeout=300)
 
 
 def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
@@ -79,15 +84,11 @@ def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
             raise ValueError(f"{file}: found {old.count(text)} times, wanted once:\n{text}")
         path.write_text(old.replace(text, replacement))
     target = directory / program
-    command = [compiler(), "-std=c++17", "-Wall", *FLAGS[program], f"-I{directory}"]
+    arguments = [*FLAGS[program], f"-I{directory}"]
     if mutant is not None and mutant.states <= FEW_STATES:  # to optimize takes longer than to run
-        command.append("-O0")
+        arguments.append("-O0")
     objects = [str(engine())] if program in EXPLORED else []
-    subprocess.run(
-        [*command, str(directory / f"{program}.cc"), *objects, "-o", str(target)],
-        check=True,
-        timeout=300,
-    )
+    _compile([*arguments, str(directory / f"{program}.cc"), *objects], target)
     return target
 
 

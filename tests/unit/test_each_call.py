@@ -286,7 +286,7 @@ def test_memory_that_cannot_be_made_has_no_fault(
 
 
 def test_a_fault_is_raised(launches: Launches) -> None:
-    """A routing weight that is NaN, of which the host learns after its launch."""
+    """A routing weight is NaN, and the host learns of it after the launch."""
     one = state(row_bound=2.0)
     one.forward(launches.gpus)
     one.probs = torch.full_like(one.probs, torch.nan)

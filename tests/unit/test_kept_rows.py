@@ -19,7 +19,7 @@ READS = {
     "wider": (bindings.READS_TOKENS, bindings.COPIES_TOKENS),
     "wide": (bindings.READS_NO_TOKENS, bindings.COPIES_TOKENS),
 }
-"""What the library says of a forward and a backward: on several ranks, and of experts on one."""
+"""Answers of the library for a forward and a backward, on several ranks and for experts on one."""
 
 
 def forward(

@@ -3,6 +3,7 @@
 import gc
 import types
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,18 +21,29 @@ pytestmark = pytest.mark.library
 HEAP = 0x7F0000000000
 
 
+def on_processor(
+    monkeypatch: pytest.MonkeyPatch, encode: Callable[..., object] = lambda *_: None
+) -> list[bool]:
+    """Leaves tables of weights on the processor; ``encode`` gets what descriptors are made of.
+
+    Returns whether a graph captures, to be changed in place.
+    """
+    call, is_capturing = bindings.call, [False]
+
+    def without_a_gpu(name: str, *args: object) -> object:
+        return encode(*args) if name == "encode_weights" else call(name, *args)
+
+    monkeypatch.setattr(bindings, "call", without_a_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
+    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    return is_capturing
+
+
 def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(monkeypatch):
     config = cases.make_config(num_ranks=2)
     encoded: list[list[int]] = []
-    call = bindings.call
-
-    def without_a_gpu(name: str, *args):
-        return encoded.append(list(args[1])) if name == "encode_weights" else call(name, *args)
-
-    monkeypatch.setattr(bindings, "call", without_a_gpu)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
-    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    on_processor(monkeypatch, lambda *args: encoded.append(list(args[1])))
     memory = types.SimpleNamespace(own_heap=HEAP, captured=Captured())
     cache = tables.AddressTables(config, memory, torch.device("cpu"))
     fc1, fc2 = ((torch.zeros(n, 64, dtype=torch.bfloat16),) * 4 for n in (128, 64))
@@ -46,17 +58,8 @@ def test_a_heap_of_another_layout_at_the_same_address_has_its_slots_elsewhere(mo
 
 def test_layers_in_fp8_share_the_copies_of_their_weights(monkeypatch):
     config = cases.make_config(hidden=128, intermediate=128, experts="fp8")
-    call = bindings.call
     given: list[int] = []
-
-    def without_a_gpu(name: str, *args):
-        return given.append(args[3]) if name == "encode_weights" else call(name, *args)
-
-    monkeypatch.setattr(bindings, "call", without_a_gpu)
-    is_capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
-    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
-    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    is_capturing = on_processor(monkeypatch, lambda *args: given.append(args[3]))
     kept: list[torch.Tensor] = []
     memory = types.SimpleNamespace(captured=Captured())
     monkeypatch.setattr(memory.captured, "keep", kept.append)
@@ -166,15 +169,11 @@ def test_graphs_hold_the_tables_of_gradients_that_they_have_captured_alone(monke
 @pytest.mark.parametrize("has_graph", [False, True], ids=["no graph", "a graph"])
 def test_tables_that_a_graph_reads_outlive_their_layers(monkeypatch, has_graph: bool):
     """Calls before a capture have made the tables of weights, and the capture finds them."""
-    is_capturing = [False]
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
-    monkeypatch.setattr(tables.AddressTables, "_upload", lambda self, table: table)
-    monkeypatch.setattr(tables, "check_kernel_tensor", lambda *args, **kwargs: None)
+    is_capturing = on_processor(monkeypatch)
     memory = types.SimpleNamespace(captured=Captured())
     config = cases.make_config()
     problem = native.problem_of(config)
     sizes = native.sizes_of(problem)
-    monkeypatch.setattr(bindings, "call", lambda *args: None)  # no descriptors without a driver
     cache = tables.AddressTables(config, memory, torch.device("cpu"))
     shapes = (config.fc1_rows, config.hidden), (config.hidden, config.intermediate)
     fc1, fc2 = (torch.zeros(config.num_local_experts, *each).bfloat16() for each in shapes)

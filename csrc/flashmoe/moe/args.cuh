@@ -161,8 +161,8 @@ __device__ __forceinline__ bool copies_tokens(const BackwardArgs& args) {
     return args.token_copies != nullptr;
 }
 
-// True if groups of units are cut at experts' ends, by a table of the plan. A plan and all launches
-// along it make one choice.
+// True if groups of units are cut at experts' ends, by a table of the plan. Its backward may have
+// groups of a fixed number of units all the same (protocol::follows_cut_groups).
 __device__ __forceinline__ bool cuts_groups(const LayerArgs& args) {
     return kMayMix and args.most_group > 0;
 }

@@ -124,6 +124,37 @@ def test_runs_of_two_machines_have_no_ratio(results: Path) -> None:
     assert row.ratio is None
 
 
+@pytest.mark.parametrize(
+    ("date", "gain", "apart"),
+    [
+        ("2026-11-28T16:30:00", "3.2x", False),
+        ("2026-11-28T16:31:00", "3.2x", True),
+        ("2026-11-28T15:29:00", "3.2x", True),
+        ("2026-11-29T00:10:00", "two days", False),
+    ],
+)
+def test_runs_of_two_days_have_no_ratio(results: Path, date: str, gain: str, apart: bool) -> None:
+    """A table of all rows names those of one day that are over half an hour apart."""
+    write(results / H200, {QWEN3.name: {OURS.name: times(250), THEIRS.name: times(800, date=date)}})
+    cards = kept_cards(results)
+    lines = summary(cards, has_all=True)
+    title = f"{QWEN3.title} | natural, 1 H200"
+    (row,) = (line for line in lines if line.startswith(f"| {title} |"))
+    assert row.endswith(f" | {gain} |")
+    named = f"Both sides ran on one day, but over half an hour apart: {title.replace(' |', '')}."
+    assert (named in lines) == apart
+    assert not any("hour apart" in line for line in summary(cards))
+    assert (lines[0] == "No pair is complete on 1 H200.") == (gain == "two days")
+
+
+def test_runs_around_midnight_are_of_one_day(results: Path) -> None:
+    ours = times(250, date="2026-11-28T23:50:00")
+    theirs = times(800, date="2026-11-29T00:10:00")
+    write(results / H200, {QWEN3.name: {OURS.name: ours, THEIRS.name: theirs}})
+    (row, *_) = comparisons(kept_cards(results)[0])
+    assert row.ratio == pytest.approx(3.2)
+
+
 def test_the_machine_with_the_most_results_is_shown(results: Path) -> None:
     h100 = results / "2026-11-29-cards-h100-1x.jsonl"
     gpus = {"gpus": ["NVIDIA H100 80GB HBM3"]}

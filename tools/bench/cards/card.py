@@ -200,6 +200,7 @@ def line_of(
         "attention": record.get("attention", []),
         "command": record.get("command", ""),
         "machine": {key: record.get(key) for key in MACHINE},
+        "date": record["date"],
     }
     for key in ("busy_ms", "peak_gib", "sm_mhz", "watts"):
         line[key] = record.get(key)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tools.bench.common import ROOT, read_record
 
 RESULTS = ROOT / "tools" / "bench" / "results"
 KEPT = re.compile(r".+-cards-.+-(?P<gpus>\d+)x\.jsonl")
+ONE_RUN = timedelta(minutes=30)
+"""Arms whose ends are no further apart are taken to have one host."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +177,31 @@ class Comparison:
         return self.arm.variant == "slots"
 
     @property
+    def is_of_two_runs(self) -> bool:
+        """Tells whether both have run, but so far apart that the host may be another."""
+        ours, theirs = self.ours.line, self.theirs.line
+        if ours is None or theirs is None:
+            return False
+        ends = [datetime.fromisoformat(line["date"]) for line in (ours, theirs)]
+        return max(ends) - min(ends) > ONE_RUN
+
+    @property
+    def is_of_two_days(self) -> bool:
+        """Tells whether both have run, on two days: host and kernel were others."""
+        days = {side.line["date"][:10] for side in (self.ours, self.theirs) if side.line}
+        return self.is_of_two_runs and len(days) > 1
+
+    @property
     def ratio(self) -> float | None:
-        """How many times as long alltoall takes; ``None`` unless one machine has run both."""
+        """How many times as long alltoall takes; ``None`` for two kinds of machine, or two days."""
         return self.over("seconds")
 
     def over(self, key: str) -> float | None:
         """How many times as much alltoall has of a number."""
         ours, theirs = self.ours.line, self.theirs.line
         if ours is None or theirs is None or ours["machine"] != theirs["machine"]:
+            return None
+        if self.is_of_two_days:
             return None
         if ours[key] is None or theirs[key] is None:
             return None

@@ -19,6 +19,8 @@ TITLES = (
     "peak GiB",
     "gain",
 )
+TWO_DAYS = "two days"
+"""Stands where a gain would compare the hosts and kernels of two days."""
 
 
 def summary(cards: list[KeptCard], *, has_all: bool = False) -> list[str]:
@@ -36,7 +38,11 @@ def summary(cards: list[KeptCard], *, has_all: bool = False) -> list[str]:
     ran = [row for row in rows if not is_open(row)]
     titles = ("model", "routing, GPUs" if has_all else "GPUs", *TITLES)
     lines += markdown.table(titles, (cells(row, has_all=has_all) for row in ran))
-    open_rows = [" ".join(cells(row, has_all=has_all)[:2]) for row in rows if is_open(row)]
+    apart = [row for row in ran if row.ratio is not None and row.is_of_two_runs]
+    if has_all and apart:
+        said = "; ".join(names(row, has_all=has_all) for row in apart)
+        lines += ["", *wrap(f"Both sides ran on one day, but over half an hour apart: {said}.")]
+    open_rows = [names(row, has_all=has_all) for row in rows if is_open(row)]
     if open_rows:
         lines += ["", *wrap(f"Not run yet: {'; '.join(open_rows)}.")]
     absent = [
@@ -98,6 +104,11 @@ def span(ratios: Iterable[float | None]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def names(row: Comparison, *, has_all: bool) -> str:
+    """Returns what a sentence calls a row, as its first two cells do."""
+    return " ".join(cells(row, has_all=has_all)[:2])
+
+
 def cells(row: Comparison, *, has_all: bool) -> list[str]:
     """Returns the cells of a row, without a word on its routing unless there are all rows."""
     model = row.card.model.title + precision(row)
@@ -112,8 +123,15 @@ def cells(row: Comparison, *, has_all: bool) -> list[str]:
         pair(row, "tflops", lambda value: f"{value:.0f}"),
         pair(row, "tokens_per_s", lambda value: f"{value / 1e3:.1f}K"),
         pair(row, "peak_gib", lambda value: f"{value:.1f}"),
-        NONE if row.ratio is None else f"{row.ratio:.1f}x",
+        gain(row),
     ]
+
+
+def gain(row: Comparison) -> str:
+    """Returns how many times as long alltoall takes, or why that is not said."""
+    if row.ratio is not None:
+        return f"{row.ratio:.1f}x"
+    return TWO_DAYS if row.is_of_two_days else NONE
 
 
 def precision(row: Comparison) -> str:

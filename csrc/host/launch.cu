@@ -183,14 +183,6 @@ bool gathers_grads(const FlashMoEProblem* p) {
            p->is_transposed == 0 and 2 * backward_tiles(p) <= kMostReads;
 }
 
-// A backward that is given x gathers it or, if it is given rows, too, copies it to them.
-bool copies_tokens(const FlashMoELaunch* launch) {
-    return launch->x != nullptr and launch->rows != nullptr;
-}
-bool gathers_tokens(const FlashMoELaunch* launch) {
-    return launch->x != nullptr and launch->rows == nullptr;
-}
-
 // True of a rank that is alone if its experts' products are so short that they would wait for rows
 // which dispatch warps copy one after another.
 bool waits_for_copies(const FlashMoEProblem* p) {
@@ -499,9 +491,7 @@ int set_buffers(const FlashMoEProblem* p,
     set_activation(p, args);
     args->layer = launch->layer;
     // Weights that are read once would drive rows, activations and results out of the L2.
-    using cute::TMA::CacheHintSm90;
-    args->weights_hint =
-        uint64_t(reads_weights_once(p) ? CacheHintSm90::EVICT_FIRST : CacheHintSm90::EVICT_NORMAL);
+    args->weights_hint = reads_weights_once(p) ? CacheHint::EVICT_FIRST : CacheHint::EVICT_NORMAL;
     set_order(p, is_backward, args);
     set_biases(launch->biases, args);
     if (launch->num_row_blocks > 0) {
@@ -556,18 +546,19 @@ int set_weight_grads(const FlashMoEProblem* p, const FlashMoELaunch* launch, Bac
             FLASHMOE_TRY(encode_map(map, BoxKind::kMnMajor, matrix, rows, columns));
         }
     }
+    // A backward that is given x gathers it or, if it is given rows, too, copies it to them.
+    args->tokens = static_cast<const char*>(launch->x);
+    args->token_copies = launch->x != nullptr ? static_cast<char*>(launch->rows) : nullptr;
     if (p->is_transposed) {
         for (WeightGradProduct& each : product) {
             std::swap(each.left, each.right);
             std::swap(each.num_out, each.num_in);
         }
-    } else if (gathers_tokens(launch)) {  // as the left operand
+    } else if (args->tokens != nullptr and args->token_copies == nullptr) {  // as the left operand
         std::swap(product[1].left, product[1].right);
         std::swap(product[1].num_out, product[1].num_in);
         product[1].is_turned = true;
     }
-    args->tokens = static_cast<const char*>(launch->x);
-    args->token_copies = copies_tokens(launch) ? static_cast<char*>(launch->rows) : nullptr;
     return FLASHMOE_OK;
 }
 

@@ -9,8 +9,8 @@
  *
  * One forward is: flashmoe_plan, flashmoe_await_plan, flashmoe_forward; or flashmoe_forward alone,
  * which then plans. One backward of it is flashmoe_backward, with flashmoe_gather before it if the
- * received rows were not kept and it can do without (FlashMoETokens). Each plan, each backward and
- * each flashmoe_settle takes the next epoch, a gather the next two.
+ * received rows were not kept and it neither reads nor copies tokens (FlashMoETokens). Each plan,
+ * each backward and each flashmoe_settle takes the next epoch, a gather the next two.
  *
  * Structs and versions. A struct that a caller fills in begins with struct_size, which the caller
  * sets to sizeof(the struct) of the header that it was compiled with. The library refuses any other

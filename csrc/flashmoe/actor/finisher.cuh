@@ -68,12 +68,15 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                 args.watchdog.trace.add(event_of(Span::kEpilogue0, tile.gemm), tile.m, begin);
             }
         };
+        const auto finish_a_room_late = [&](auto& finish_rows) {
+            GiveBack give_back;
+            finish(finish_rows, [&](Barrier& empty) { give_back.follow(empty); });
+            give_back.finish();
+        };
         if (tile.gemm == 0) {  // no copy reads its rows
             typename Pass::FinishGemm0 finish_rows(args, tile, first_row);
             if constexpr (kHasReplicas) {  // a register less than without it
-                GiveBack give_back;
-                finish(finish_rows, [&](Barrier& empty) { give_back.follow(empty); });
-                give_back.finish();
+                finish_a_room_late(finish_rows);
             } else {
                 finish(finish_rows, [](Barrier& empty) {
                     ptx::delay_point_of_warp();
@@ -91,10 +94,8 @@ __device__ __forceinline__ void finish_tiles(const typename Pass::Args& args,
                            args, combine, chunk, true) == Progress::kSome) {
                 }
             }
-            GiveBack give_back;
             const auto store = [&](const WarpRows& rows) { store_results(args, tile, rows); };
-            finish(store, [&](Barrier& empty) { give_back.follow(empty); });
-            give_back.finish();
+            finish_a_room_late(store);
         }
         handover_cursor.advance();
         protocol::complete_copies<Atomics>();

@@ -18,8 +18,6 @@
 
 namespace flashmoe {
 
-constexpr auto kKept = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-
 // Loads one operand of stage k. K begins at `first_k`, and box i, of map_of(i), at mn(i) along M or
 // N. If both CTAs read the same boxes, each loads every other one for both. `hint` says how long
 // the L2 is to keep them.
@@ -32,7 +30,7 @@ __device__ __forceinline__ void load_boxes(MapOfBox map_of,
                                            bool is_shared,
                                            int cta,
                                            BeginOfBox mn,
-                                           uint64_t hint = kKept) {
+                                           CacheHint hint = CacheHint::EVICT_NORMAL) {
     auto* arrived = reinterpret_cast<uint64_t*>(&full);
     // The maps' dimensions: 64 columns, rows, blocks of 64 columns.
     const auto row = [&](int box) { return kMajor == Major::K ? mn(box) : first_k + k * BLOCK_K; };
@@ -43,13 +41,13 @@ __device__ __forceinline__ void load_boxes(MapOfBox map_of,
         static_assert(kBoxes <= kClusterSize and kClusterSize == 2);
         const int box = int(uint32_t(k + cta) % kClusterSize);
         if (box >= kBoxes) return;
-        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map_of(box), arrived, (1 << kClusterSize) - 1, hint,
-                                               boxes[box], 0, row(box), block(box));
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(map_of(box), arrived, (1 << kClusterSize) - 1,
+                                               uint64_t(hint), boxes[box], 0, row(box), block(box));
     } else {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box) {
-            cute::SM90_TMA_LOAD_3D::copy(map_of(box), arrived, hint, boxes[box], 0, row(box),
-                                         block(box));
+            cute::SM90_TMA_LOAD_3D::copy(map_of(box), arrived, uint64_t(hint), boxes[box], 0,
+                                         row(box), block(box));
         }
     }
 }
@@ -219,7 +217,8 @@ __device__ __forceinline__ void load_scales(const typename Pass::Args& args,
                                             int k) {
     auto* arrived = reinterpret_cast<uint64_t*>(&full);
     const int first = k / kScalesAtOnce * kScalesAtOnce;
-    cute::SM90_TMA_LOAD_2D::copy(&args.scale_map[tile.gemm], arrived, kKept, scales.a, first,
+    cute::SM90_TMA_LOAD_2D::copy(&args.scale_map[tile.gemm], arrived,
+                                 uint64_t(CacheHint::EVICT_NORMAL), scales.a, first,
                                  tile.m * BLOCK_M);
     const int of_gemm0 = Pass::kIsBackward ? args.shape.intermediate : args.shape.fc1_rows();
     const int num_rows = tile.gemm == 0 ? of_gemm0 : args.shape.hidden;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cute/arch/copy_sm90_desc.hpp>
 
 #include "flashmoe/comm/heap.cuh"
 #include "flashmoe/comm/wait.cuh"
@@ -60,6 +61,8 @@ enum class RowAccess : int {
 // less code. With narrow tiles experts have few rows: they do neither.
 constexpr bool kMayMix = not kIsFp8 and not kHasReplicas and BLOCK_N == kWideColumns;
 
+using CacheHint = cute::TMA::CacheHintSm90;
+
 struct LayerArgs {
     Shape shape;
     Heap heap;
@@ -96,7 +99,7 @@ struct LayerArgs {
     SwishTerms swish;              // read where that is kSwish
     const void* const* biases[2];  // device: fc1's and fc2's by local slot, or null; forward
 
-    uint64_t weights_hint;           // how long the L2 is to keep them: TMA's hint
+    CacheHint weights_hint;          // how long the L2 is to keep them
     const CUtensorMap* weight_maps;  // device: fc1 of every local slot (Shape::num_fc1), then fc2
     FLASHMOE_SCALE_FIELD(const float* const*, weight_scales);  // device: of the same matrices
     char* rows;            // [row], Shape::token_bytes() each, filled by dispatch

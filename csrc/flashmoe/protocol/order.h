@@ -88,8 +88,12 @@ FLASHMOE_PROTOCOL void cut_groups(int num_experts, int least, int most, EndOf en
     for (int expert = 0; expert < num_experts; ++expert) {
         const int units = end_of(expert) - begin;
         if (units == 0 or (units < least and expert + 1 < num_experts)) continue;
-        const int parts = (units + most - 1) / most;
-        for (int part = 0; part < parts; ++part) put(group++, begin + units * part / parts);
+        if (units <= most) {  // no division, which takes a lone thread longer than all else here
+            put(group++, begin);
+        } else {
+            const int parts = (units + most - 1) / most;
+            for (int part = 0; part < parts; ++part) put(group++, begin + units * part / parts);
+        }
         begin += units;
     }
     for (int i = 0; i <= kMostLag; ++i) put(group + i, begin);

@@ -11,8 +11,8 @@ from flashmoe_megatron.streams import Stamp
 T = TypeVar("T")
 HAS_GPU = torch.cuda.is_available()
 """Asked before anything else may answer in torch's place."""
-SETTLE_MS = 300.0
-"""Milliseconds of the same work that settle a GPU's clock; on H200s 100 were too few."""
+SETTLE_MS = 500.0
+"""Milliseconds of the same work that settle a GPU's clock; on H200s 300 were too few."""
 
 
 def device_here() -> torch.device:
@@ -41,7 +41,8 @@ def turn_ms(call: Callable[[], object], times: int, settle_ms: float = 0.0) -> f
 
     The same calls run for ``settle_ms`` before that. A GPU at its power limit lowers its clock
     within some 0.1 s of work, and raises it while it rests: without these calls one is up to a
-    tenth faster if what ran before it has left the GPU idle. Turns of kinds that are compared take
+    tenth faster if what ran before it has left the GPU idle. After other work at the limit it
+    may be up to a tenth slower, for some 0.5 s. Turns of kinds that are compared take
     :data:`SETTLE_MS`.
     """
     settled = time.monotonic() + settle_ms / 1e3
@@ -63,15 +64,20 @@ def in_turns(
 ) -> dict[str, list[T]]:
     """Calls all takers alternately and returns their results, so that all have the same clocks.
 
+    Every other turn has the opposite order. A GPU that a taker leaves idle for a while, since it
+    waits for the CPU, has a higher clock for the next one, and settling takes longer than any turn
+    that is affordable: in one fixed order the same taker would always have that clock.
+
     Args:
         takers: Take one result each.
-        turns: Results of each. Two more turns before them warm up, unless turns settle.
+        turns: Results of each; an even number is fair. Two more turns before them warm up, unless
+            turns settle.
         settle_ms: How long each turn settles by itself.
     """
     taken: dict[str, list[T]] = {name: [] for name in takers}
     for turn in range(0 if settle_ms else -2, turns):
-        for name, take in takers.items():
-            found = take()
+        for name in list(takers)[:: -1 if turn % 2 else 1]:
+            found = takers[name]()
             if turn >= 0:
                 taken[name].append(found)
     return taken

@@ -466,3 +466,20 @@ def test_a_turn_is_timed_once_its_calls_have_run_for_a_while() -> None:
     stopwatch.turn_ms(lambda: called.append(time.monotonic()), 3, settle_ms=20)
     assert called[-4] - begin >= 0.02
     assert len(called) % 3 == 1
+
+
+@pytest.mark.parametrize(("settle_ms", "warm_up"), [(0.0, "abc cba "), (0.5, "")])
+def test_every_other_turn_has_the_opposite_order(settle_ms: float, warm_up: str) -> None:
+    """So no kind is always timed after one that has left the GPU idle."""
+    called: list[str] = []
+
+    def take(name: str) -> int:
+        called.append(name)
+        return len(called)
+
+    takers = {name: partial(take, name) for name in "abc"}
+    taken = stopwatch.in_turns(takers, 4, settle_ms)
+    assert "".join(called) == (warm_up + "abc cba abc cba").replace(" ", "")
+    first = len(called) - 12
+    found = {name: [at - first for at in times] for name, times in taken.items()}
+    assert found == {"a": [1, 6, 7, 12], "b": [2, 5, 8, 11], "c": [3, 4, 9, 10]}

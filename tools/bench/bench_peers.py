@@ -6,11 +6,12 @@
 All layers of a shape get the same tokens, weights and routing, and take turns, so that they share
 the GPU's temperature. Each turn begins with calls of the same layer that are not timed, for
 ``--settle-ms``: a layer is timed at the clock that it sustains itself, not at one that depends on
-the layer before it. Calls of a turn follow one another without a pause; the times of all turns are
-recorded. The record also has the memory that a forward keeps for its backward, errors
-of samples of all results against float64, and whether a second call gives the same bits. A library
-that is not installed is left out, with a line that says so; a library that fails at a shape is
-recorded as failed.
+the layer before it. Every other turn has the opposite order, so that layers from graphs come after
+one whose calls wait for the CPU equally often, if that is between them. Calls of a turn follow one
+another without a pause; the times of all turns are recorded. The record also has the memory that a
+forward keeps for its backward, errors of samples of all results against float64, and whether a
+second call gives the same bits. A library that is not installed is left out, with a line that says
+so; a library that fails at a shape is recorded as failed.
 
 Every shape is written as soon as it is measured, and a shape that is in the file already, with the
 same sizes and settings, is passed over: a call that ends after ``--minutes`` is continued by the
@@ -210,7 +211,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--only-graphed", nargs="+", default=[], choices=PEERS,
         help="peers that are timed from CUDA graphs alone")  # fmt: skip
     add("--tokens", type=count, help="instead of each shape's own")
-    add("--turns", type=count, default=7, help="of each layer; two more warm up if none settles")
+    add("--turns", type=count, default=8, help="of each layer; two more warm up if none settles")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
     add_settling(parser)
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")

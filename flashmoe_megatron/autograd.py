@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -13,7 +14,8 @@ from torch._C._functorch import unwrap_if_dead
 
 from flashmoe_megatron.adapted import AdaptedGrads, AdaptedWeights
 from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
-from flashmoe_megatron.checks import check_choices_dtype, check_readable
+from flashmoe_megatron.checks import check_choices_dtype, check_kinds, check_readable
+from flashmoe_megatron.config import check_class
 from flashmoe_megatron.eager import eager, hidden
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.low_rank import NO_FACTORS
@@ -170,7 +172,8 @@ def moe_apply(
 
     Raises:
         ConfigError: Both forms of routing are given, or none as a whole; or gate and up
-            projections are given apart where rows of fc1 are in blocks or experts not gated.
+            projections are given apart where rows of fc1 are in blocks or experts not gated; or an
+            argument that is no tensor is of another class.
         ShapeError: A tensor is not what the layer was built for.
         RoutingError: The routing is not usable: a token selects too many experts or one twice, an
             index is out of range, or a weight is NaN.
@@ -181,21 +184,42 @@ def moe_apply(
     gradients = FUSED if accumulate_into_main_grad else ORDINARY
     if after_backward is not None or main_grads is not None:
         gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
-    num_calls = backend.num_calls
+    num_calls: int | None = None
     try:
+        num_calls = backend.num_calls
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
         if not torch.is_grad_enabled():
             return _evaluate(backend, x, given, routing, weights, layer=layer, router=router)
         call = LayerCall(backend, weights, routing, gradients, layer, router, on_saved)
         return apply(call, x, given, ordered_grads=ordered_grads)
     except Exception as error:
+        routes = zip(_ROUTING, (probs, routing_map, topk_idx, topk_weight), strict=True)
+        tensors = {"x": x, **{name: one for name, one in routes if one is not None}}
+        check = functools.partial(_check_classes, weights, tensors, router, layer, on_saved)
         together = Together(backend, may_be_void=True, num_calls=num_calls)
-        if not together.ends(error):
+        if not together.ends(error, check):
+            if isinstance(error, AttributeError | TypeError | struct.error):
+                check()
             raise
     if router is not None:
         router.spoil()  # no forward fills its tensors in
     of_routes = topk_weight if probs is None else probs
     return void_call(together, backend, x, of_routes, weights, gradients)
+
+
+def _check_classes(
+    weights: object,
+    tensors: Mapping[str, object],
+    router: object,
+    layer: object,
+    on_saved: object,
+) -> None:
+    """Refuses arguments of a call of :func:`moe_apply` that are of another class."""
+    check_kinds(weights, **tensors)
+    check_class("router", router, (Router, type(None)), "what open_router gives, or None")
+    check_class("layer", layer, int, "an int")
+    if on_saved is not None and not callable(on_saved):
+        raise ConfigError(f"on_saved={on_saved!r}: wanted a function, or None")
 
 
 def _check_special(weights: ExpertWeights | SplitWeights, backend: Backend) -> None:
@@ -269,13 +293,15 @@ def void_call(
     what else gets a gradient, may have any shape.
 
     Raises:
-        FlashMoEError: The call's own, if ``x`` is no plain tensor: NaN can be made for no other.
+        FlashMoEError: The call's own, if ``x`` is no plain tensor: NaN can be made for no other. Or
+            if the weights are of another class, which get no gradients.
     """
     assert together.void is not None
     assert together.error is not None
     try:
         check_readable("x", x)
-    except ShapeError:
+        check_kinds(weights)
+    except (ConfigError, ShapeError):
         raise told_error(backend.rank, reason_of(together.error)) from together.error
     if not x.is_floating_point():
         x = x.to(torch.float32)
@@ -285,6 +311,10 @@ def void_call(
     _as_taken(weights, backend)  # as the backward does, or this rank cannot take part in it
     call = LayerCall(backend, weights, None, gradients, void=together.void.of(probs))
     return _node(call, x, probs, weights.tensors)
+
+
+_ROUTING = ("probs", "routing_map", "topk_idx", "topk_weight")
+"""Arguments that give the routing, two of them in each call."""
 
 
 def _one_routing(
@@ -301,8 +331,7 @@ def _one_routing(
     if topk_idx is not None and topk_weight is not None and probs is routing_map is None:
         check_choices_dtype(topk_idx)
         return topk_weight, topk_idx
-    names = ("probs", "routing_map", "topk_idx", "topk_weight")
-    given = zip(names, (probs, routing_map, topk_idx, topk_weight), strict=True)
+    given = zip(_ROUTING, (probs, routing_map, topk_idx, topk_weight), strict=True)
     listed = ", ".join(name for name, tensor in given if tensor is not None) or "none"
     raise ConfigError(
         f"the routing is given by {listed}: wanted probs and routing_map, or topk_idx and "

@@ -14,7 +14,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from flashmoe_megatron.attempts import ATTEMPTS
-from flashmoe_megatron.checks import check_readable, check_tokens, check_weight_grads, check_weights
+from flashmoe_megatron.checks import (
+    check_kinds,
+    check_readable,
+    check_tokens,
+    check_weight_grads,
+    check_weights,
+)
 from flashmoe_megatron.config import Keep, MoEConfig, check_class
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.hooks import EVERYWHERE, Call, Hooks, Reach
@@ -43,6 +49,10 @@ class Given(NamedTuple):
     first_plan: torch.Tensor | None = None
     trains_fc1: bool = True
     gives_rows: bool = False
+
+    def check_kinds(self, weights: object) -> None:
+        """Does what :func:`~flashmoe_megatron.checks.check_kinds` does, for a failed forward."""
+        check_kinds(weights, x=self.x, probs=self.probs, routing_map=self.routing_map)
 
 
 Targets = Sequence[WeightGrad | None]
@@ -292,12 +302,16 @@ class Backend(OfGroup, ABC):
     def _check(self, given: Given, weights: ExpertWeights) -> None:
         """Raises an error that was put off, or that of arguments which no forward takes."""
         self._raise_pending()
-        x = given.x
-        if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_meta:
-            check_readable("x", x)  # which a layer has done, and others have not
-        self._check_weights(weights, x.device)
-        dtype = weights.fc1[0].dtype
-        check_tokens(self.config, x, given.probs, given.routing_map, dtype=dtype, device=x.device)
+        x, probs, routing_map = given[:3]
+        try:
+            if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_meta:
+                check_readable("x", x)  # which a layer has done, and others have not
+            self._check_weights(weights, x.device)
+            dtype = weights.fc1[0].dtype
+            check_tokens(self.config, x, probs, routing_map, dtype=dtype, device=x.device)
+        except (AttributeError, TypeError):
+            given.check_kinds(weights)
+            raise
 
     def _routed(self, given: Given) -> Given:
         """Runs the router and the hooks of gate and capacity; returns the call that they make."""
@@ -529,14 +543,23 @@ class Together:
         """Tells the other ranks."""
         return isinstance(error, Exception) and self.ends(error)
 
-    def ends(self, error: Exception) -> bool:
+    def ends(self, error: Exception, check: Callable[[], None] | None = None) -> bool:
         """Tells the other ranks of the block's error, unless the forward has begun, which does so.
+
+        ``check`` raises an error of this package, which takes the place of another one, if an
+        argument is of another class: then Python's own error does not name it.
 
         Returns whether the caller goes on with NaN; else it raises the error on.
         """
         backend = self._backend
         if backend.num_calls != self._num_calls:
             return False
+        first = error
+        if check is not None and not isinstance(error, FlashMoEError):
+            try:
+                check()
+            except FlashMoEError as better:
+                error = better
         reason, told = reason_of(error), error
         if isinstance(error, FlashMoEError) and backend.config.num_ranks > 1:
             told = told_error(backend.rank, reason)
@@ -551,8 +574,8 @@ class Together:
         if void is not None and self._may_be_void:
             self.void, self.error = void, error
             return True
-        if told is not error:
-            raise told from error
+        if told is not first:
+            raise told from first
         return False
 
     def _is_put_off(self, error: Exception) -> bool:

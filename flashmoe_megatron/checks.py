@@ -4,15 +4,23 @@ Only what the host knows without waiting for a GPU is read: shapes, dtypes, devi
 addresses. The values of the routing are the backends' business.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import ALIGNMENT_BYTES, FP8_GRANULE, MoEConfig
+from flashmoe_megatron.config import ALIGNMENT_BYTES, FP8_GRANULE, MoEConfig, check_class
 from flashmoe_megatron.errors import ConfigError, ShapeError
-from flashmoe_megatron.weights import MATRIX, VECTOR, ExpertWeights, WeightGrad, unstacked
+from flashmoe_megatron.weights import (
+    MATRIX,
+    VECTOR,
+    ExpertWeights,
+    SplitWeights,
+    WeightGrad,
+    unstacked,
+)
 
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -230,10 +238,15 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
         raise ShapeError(f"{name} is on meta and has no values, wanted a processor or a GPU")
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Refuses what is no tensor; a tensor may be of any class."""
+    if not isinstance(value, torch.Tensor):
+        raise ShapeError(f"{name} is a {type(value).__name__}, wanted a torch.Tensor")
+
+
 def _check_kind(name: str, tensor: object) -> None:
+    check_tensor(name, tensor)
     kind: Any = type(tensor)
-    if not isinstance(tensor, torch.Tensor):
-        raise ShapeError(f"{name} is a {kind.__name__}, wanted a torch.Tensor")
     if kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl:
         return  # an array of values with other methods
     ways = {
@@ -243,6 +256,32 @@ def _check_kind(name: str, tensor: object) -> None:
     }
     way = ways.get(kind.__name__, "")
     raise ShapeError(f"{name} is a {kind.__name__}, wanted a plain torch.Tensor{way}")
+
+
+def check_kinds(weights: object, **tensors: object) -> None:
+    """Refuses arguments of other classes than a layer takes; reads nothing else of them.
+
+    A call asks only where it has failed, so that no launch waits for this.
+
+    Args:
+        weights: The local experts.
+        **tensors: What have to be tensors, by their names.
+
+    Raises:
+        ConfigError: The weights are of another class.
+        ShapeError: Something is no tensor.
+    """
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+    check_class(
+        "weights", weights, (ExpertWeights, SplitWeights), "an ExpertWeights or a SplitWeights"
+    )
+    assert isinstance(weights, ExpertWeights | SplitWeights)
+    for field in dataclasses.fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, tuple):
+            for index, one in enumerate(value):
+                check_tensor(f"{field.name}[{index}]", one)
 
 
 def check_token_dtype(dtype: object) -> None:
@@ -256,7 +295,14 @@ def check_token_dtype(dtype: object) -> None:
 
 
 def check_split(config: MoEConfig, weights: ExpertWeights) -> None:
-    """Refuses gate and up projections apart where the experts have no such form."""
+    """Refuses gate and up projections apart where the experts have no such form.
+
+    Raises:
+        ConfigError: They have none, or the weights do not say by True or False what form they have.
+    """
+    for name, value in (("transposed", weights.transposed), ("split", weights.split)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} of weights: wanted True or False")
     if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
         raise ConfigError(
             f"gate and up projections apart, with transposed={weights.transposed}, "

@@ -55,7 +55,7 @@ def got(name: str, value: object) -> str:
     return f"{name}={value!r}" + (f" of type {kind.__module__}.{kind.__name__}" * is_foreign)
 
 
-def check_class(name: str, value: object, kind: type, wanted: str) -> None:
+def check_class(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
     """Refuses an argument of another class; ``wanted`` names the right one, with its article.
 
     Raises:

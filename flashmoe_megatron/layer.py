@@ -19,6 +19,7 @@ from flashmoe_megatron.call import Backend, Together
 from flashmoe_megatron.checks import (
     TOKEN_DTYPES,
     check_choices,
+    check_kinds,
     check_readable,
     check_router_weight,
     check_token_dtype,
@@ -76,6 +77,7 @@ def moe_forward(
         weights.
 
     Raises:
+        ConfigError: The weights or the backend are of another class.
         ShapeError: A tensor is not what the backend was built for.
         RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN;
             tells of the token where that is no number itself.
@@ -120,7 +122,11 @@ def _apply_choices(
         if problem is not None:
             raise RoutingError(problem)
     call = LayerCall(backend, weights, topk_idx, layer=layer)
-    return apply(call, x, topk_weight, ordered_grads=ordered_grads)
+    try:
+        return apply(call, x, topk_weight, ordered_grads=ordered_grads)
+    except (AttributeError, TypeError):
+        check_kinds(weights)
+        raise
 
 
 class RouterOutput(NamedTuple):
@@ -166,6 +172,7 @@ def moe_router_forward(
         layer: Likewise.
 
     Raises:
+        ConfigError: The weights, the backend or the router are of another class.
         ShapeError: A tensor is not what the backend was built for.
         RoutingError: A logit is NaN; raised late where the host does not wait for the launch.
         FlashMoEError: In backward, if logits or map were changed in place.
@@ -176,7 +183,8 @@ def moe_router_forward(
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
         config = backend.config
         check_router_weight(config, x, router_weight)
-        probs, logits, opened = open_router(config, x, router_weight, router or RouterConfig())
+        router = RouterConfig() if router is None else router
+        probs, logits, opened = open_router(config, x, router_weight, router)
         out = moe_apply(
             backend,
             x,
@@ -658,12 +666,19 @@ class FlashMoELayer(nn.Module):
 
         Raises:
             ConfigError: The layer has no router.
-            ShapeError: The router, a module that has been put there, gives no such logits.
+            ShapeError: The tokens are not ``[num_tokens, hidden]``; or the router, a module that
+                has been put there, gives no such logits.
         """
         if self.router is None:
             raise ConfigError(
                 "the layer has no router: give topk_idx and topk_weight, or build it with "
                 "router=True"
+            )
+        check_readable("tokens", tokens)
+        if tokens.dim() != 2 or tokens.shape[1] != self.config.hidden:
+            raise ShapeError(
+                f"tokens have shape {tuple(tokens.shape)}, wanted "
+                f"[num_tokens, {self.config.hidden}]"
             )
         logits = logits_of(self.router, tokens, self.config.num_experts)
         top = logits.topk(self.config.topk, dim=1)

@@ -1,7 +1,7 @@
 """The oracle: what the layer means, in the fewest lines, and how far a result may be from it.
 
 Written to be obviously right and slow. It knows all experts, has no ranks, buffers or padding, and
-leaves its gradients to autograd; it shares no code with any backend.
+leaves its gradients to autograd; it computes with no code of a backend's.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from flashmoe_megatron.config import Activation
+from flashmoe_megatron.checks import check_tensor
+from flashmoe_megatron.config import Activation, check_class
+from flashmoe_megatron.errors import ShapeError
 
 FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -54,7 +56,15 @@ def moe_reference(
         fc1_bias: ``[2F]`` or ``[F]`` of every expert, added before the activation; may be empty.
         fc2_bias: ``[H]`` of every expert, added times the token's probability; may be empty.
         dtype: Everything is computed in it, without intermediate rounding.
+
+    Raises:
+        ConfigError: ``activation`` is of another class.
+        ShapeError: Something is no tensor, or no sequence of tensors; or tokens or their routing
+            have another number of dimensions.
     """
+    check_class("activation", activation, Activation, "an Activation")
+    _check_rows(x=x, probs=probs, routing_map=routing_map)
+    _check_experts(fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
     function = FUNCTIONS[activation]
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert in range(len(fc1)):
@@ -76,6 +86,25 @@ def moe_reference(
         if len(fc2_bias):
             out = out.index_add(0, tokens, prob * fc2_bias[expert].to(dtype))
     return out
+
+
+def _check_rows(**tensors: object) -> None:
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        assert isinstance(tensor, torch.Tensor)
+        if tensor.dim() != 2:
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted two dimensions")
+
+
+def _check_experts(**kinds: object) -> None:
+    for name, experts in kinds.items():
+        if not isinstance(experts, Sequence | torch.Tensor):
+            raise ShapeError(
+                f"{name} is a {type(experts).__name__}, wanted a sequence of tensors, one for each "
+                "expert"
+            )
+        for index, one in enumerate(experts):
+            check_tensor(f"{name}[{index}]", one)
 
 
 class MismatchError(AssertionError):

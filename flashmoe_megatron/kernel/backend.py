@@ -247,7 +247,8 @@ class KernelBackend(Backend):
             making = self._making(weights) if self.config.in_fp8 else None
             tables = self._use_weights(weights, making)
         except Exception as error:
-            Together(self, num_calls=num_calls).ends(error)
+            check = functools.partial(given.check_kinds, weights)
+            Together(self, num_calls=num_calls).ends(error, check)
             raise
         try:
             if self._pending is not None or self.config.num_ranks > 1:
@@ -263,8 +264,9 @@ class KernelBackend(Backend):
                 buffers = self._make_buffers(bound, given, training=training)
                 opened = self._open(given)
         except Exception as error:
+            check = functools.partial(given.check_kinds, weights)
             together = Together(self, may_be_void=True, num_calls=num_calls)
-            if not together.ends(error):
+            if not together.ends(error, check):
                 raise
             assert together.void is not None
             return self._end(together.void, given)

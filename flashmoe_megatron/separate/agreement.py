@@ -9,7 +9,7 @@ import torch.distributed as dist
 from flashmoe_megatron import streams
 from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.checks import choices_problem, map_problem
-from flashmoe_megatron.config import MoEConfig, count_row_blocks
+from flashmoe_megatron.config import MoEConfig, check_config, count_row_blocks
 from flashmoe_megatron.errors import (
     ConfigError,
     FlashMoEError,
@@ -18,7 +18,7 @@ from flashmoe_megatron.errors import (
     reason_of,
     told_error,
 )
-from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, Ranks, unfollowed_ranks
+from flashmoe_megatron.ranks import REFUSED, UNFOLLOWED, Ranks, check_member, unfollowed_ranks
 from flashmoe_megatron.separate.exchange import Counts, Exchange, counts_between
 from flashmoe_megatron.separate.plan import (
     Routes,
@@ -317,8 +317,11 @@ def ranks_of(config: MoEConfig, group: dist.ProcessGroup | None) -> Ranks:
     """Returns the ranks of a layer's group, ``None`` for one rank.
 
     Raises:
-        ConfigError: The group's size is not ``config.num_ranks``.
+        ConfigError: The group's size is not ``config.num_ranks``; or one of both is no layer's
+            shape, or no group of this rank.
     """
+    check_config(config)
+    check_member(group)
     ranks = Ranks(group)
     if ranks.num_ranks != config.num_ranks:
         raise ConfigError(

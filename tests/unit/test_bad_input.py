@@ -1,13 +1,15 @@
 """Every wrong input gets an error that names what was got and what was wanted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from flashmoe_megatron import deepspeed
 from flashmoe_megatron.autograd import moe_apply
+from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import (
     check_kernel_tensor,
     check_split,
@@ -23,13 +25,15 @@ from flashmoe_megatron.errors import (
 )
 from flashmoe_megatron.gates import GatedExperts, GShardGate
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward, moe_router_forward
+from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.planner import plan_buffer_rows
 from flashmoe_megatron.repeats import RepeatedSteps
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
-from flashmoe_megatron.weights import ExpertWeights, WeightGrad
+from flashmoe_megatron.weights import ExpertWeights, SplitWeights, WeightGrad
 from tests.distributed import RankPool
 from tests.unit import cases
+from tests.unit.simulated_gpus import Gpus, install, make_backend
 
 NUM_TOKENS = 6
 CPU = torch.device("cpu")
@@ -383,6 +387,7 @@ def layer(**changes: Any) -> FlashMoELayer:
     return FlashMoELayer(changes.pop("config", cases.CONFIG), device="cpu", **changes)
 
 
+NO_TENSOR = "is a %s, wanted a torch.Tensor"
 IS_DICT = "config is of class dict: wanted a MoEConfig"
 NOT_A_BACKEND = "backend is of class %s: wanted .*what select_backend gives"
 DTYPES = "wanted one of torch.bfloat16 or torch.float16 or torch.float32 or torch.float64"
@@ -430,11 +435,161 @@ WRONG_KINDS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: GatedExperts(GShardGate(64, 8), cast(Any, torch.nn.Linear(64, 8))),
         "layer is of class Linear: wanted a FlashMoELayer",
     ),
+    "a reference's shape": (lambda: ReferenceBackend(cast(Any, {})), IS_DICT),
+    "a reference's group": (
+        lambda: ReferenceBackend(cases.CONFIG, cast(Any, 3)),
+        "group=3 is no group of this rank",
+    ),
+    "an oracle's activation": (
+        lambda: moe_reference(**of_the_oracle(activation="silu")),
+        "activation is of class str: wanted an Activation",
+    ),
+    "an oracle's tokens": (
+        lambda: moe_reference(**of_the_oracle(x=None)),
+        f"x {NO_TENSOR % 'NoneType'}",
+    ),
+    "an oracle's routing": (
+        lambda: moe_reference(**of_the_oracle(probs=torch.zeros(6))),
+        r"probs has shape \(6,\), wanted two dimensions",
+    ),
+    "an oracle's experts": (
+        lambda: moe_reference(**of_the_oracle(fc2=None)),
+        "fc2 is a NoneType, wanted a sequence of tensors",
+    ),
+    "an oracle's expert": (
+        lambda: moe_reference(**of_the_oracle(fc1=(None,))),
+        rf"fc1\[0\] {NO_TENSOR % 'NoneType'}",
+    ),
+    "tokens of a router's own": (
+        lambda: layer(router=True).route(cast(Any, None)),
+        f"tokens {NO_TENSOR % 'NoneType'}",
+    ),
+    "too many dimensions of a router's tokens": (
+        lambda: layer(router=True).route(torch.zeros(2, 3, 64)),
+        r"tokens have shape \(2, 3, 64\), wanted \[num_tokens, 64\]",
+    ),
+    "an engine": (
+        lambda: deepspeed.attach(("engine", "optimizer")),
+        "engine is of class tuple: wanted the first result of deepspeed.initialize",
+    ),
+    "an engine whose steps repeat": (
+        lambda: deepspeed.repeated_steps(None),
+        "engine is of class NoneType: wanted the first result of deepspeed.initialize",
+    ),
     "a model": (
         lambda: RepeatedSteps(cast(Any, [layer()]), lambda: None),
         "the model is of class list: wanted a torch.nn.Module",
     ),
 }
+
+
+def of_the_oracle(**changes: Any) -> dict[str, Any]:
+    call, config = good(), cases.CONFIG
+    weights = call.pop("weights")
+    experts = {"fc1": weights.fc1, "fc2": weights.fc2}
+    return {**call, **experts, "activation": config.activation, "gated": config.gated, **changes}
+
+
+def given(**changes: Any) -> Callable[[dict[str, Any]], object]:
+    """A call of :func:`moe_apply` with other arguments."""
+    return lambda call: moe_apply(**{**call, **changes})
+
+
+def by_choices(call: dict[str, Any], **changes: Any) -> object:
+    return moe_apply(**{**call, "probs": None, "routing_map": None, **choice(), **changes})
+
+
+def of_weights(call: dict[str, Any], **changes: Any) -> object:
+    return moe_apply(**{**call, "weights": with_weights(call, **changes)})
+
+
+NO_WEIGHTS = "weights is of class %s: wanted an ExpertWeights or a SplitWeights"
+OTHER_CLASSES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no backend": (given(backend=None), NOT_A_BACKEND % "NoneType"),
+    "a backend's name": (given(backend="auto"), NOT_A_BACKEND % "str"),
+    "no tokens": (given(x=None), f"x {NO_TENSOR % 'NoneType'}"),
+    "tokens in a list": (given(x=[1.0]), f"x {NO_TENSOR % 'list'}"),
+    "probabilities in a tuple": (given(probs=(1.0,)), f"probs {NO_TENSOR % 'tuple'}"),
+    "a map in a list": (given(routing_map=[True]), f"routing_map {NO_TENSOR % 'list'}"),
+    "no weights": (given(weights=None), NO_WEIGHTS % "NoneType"),
+    "weights in a tuple": (given(weights=(1, 2)), NO_WEIGHTS % "tuple"),
+    "a tensor for weights": (given(weights=torch.zeros(8, 64)), NO_WEIGHTS % "Tensor"),
+    "indices in a list": (lambda c: by_choices(c, topk_idx=[0]), f"topk_idx {NO_TENSOR % 'list'}"),
+    "a routing weight": (
+        lambda c: by_choices(c, topk_weight=0.5),
+        f"topk_weight {NO_TENSOR % 'float'}",
+    ),
+    "a router's name": (given(router="softmax"), "router is of class str: wanted what open_router"),
+    "a layer's name": (given(layer="first"), "layer is of class str: wanted an int"),
+    "an fc1 that is none": (
+        lambda c: of_weights(c, fc1=(*c["weights"].fc1[:7], None)),
+        rf"fc1\[7\] {NO_TENSOR % 'NoneType'}",
+    ),
+    "the first fc1 is none": (
+        lambda c: of_weights(c, fc1=(None, *c["weights"].fc1[1:])),
+        rf"fc1\[0\] {NO_TENSOR % 'NoneType'}",
+    ),
+    "an fc2 is a number": (
+        lambda c: of_weights(c, fc2=(3, *c["weights"].fc2[1:])),
+        rf"fc2\[0\] {NO_TENSOR % 'int'}",
+    ),
+    "an up projection is none": (
+        lambda c: moe_apply(
+            **{**c, "weights": SplitWeights(c["weights"].fc2, (None,), c["weights"].fc2)}
+        ),
+        rf"up\[0\] {NO_TENSOR % 'NoneType'}",
+    ),
+    "a layout that is no switch": (
+        lambda c: of_weights(c, transposed="no"),
+        "transposed='no' of weights: wanted True or False",
+    ),
+    "no weights of choices": (
+        lambda c: moe_forward(c["x"], **choice(), weights=cast(Any, None), backend=c["backend"]),
+        NO_WEIGHTS % "NoneType",
+    ),
+    "no weights of a router": (
+        lambda c: moe_router_forward(
+            c["x"],
+            torch.zeros(8, 64, dtype=c["x"].dtype),
+            cast(Any, ()),
+            backend=c["backend"],
+        ),
+        NO_WEIGHTS % "tuple",
+    ),
+}
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    if request.param == "reference":
+        yield BACKEND
+    else:
+        gpus = Gpus(1, 0, slow=0)
+        install(gpus, monkeypatch)
+        yield make_backend(cases.CONFIG, 0)
+        gpus.wait(0)  # which writes to the outputs
+
+
+def good_for(backend: Backend) -> dict[str, Any]:
+    """A well-formed call of a backend, of which the kernel's takes 16 bits alone."""
+    call = {**good(), "backend": backend}
+    if backend is not BACKEND:
+        weights = call["weights"]
+        fc1, fc2 = ([w.bfloat16() for w in kind] for kind in (weights.fc1, weights.fc2))
+        call.update(x=call["x"].bfloat16(), weights=ExpertWeights(fc1, fc2))
+    return call
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_arguments_of_other_classes(name: str, backend: Backend):
+    """The error names the argument, whether or not a backward may follow, and the backend lives."""
+    call, message = OTHER_CLASSES[name]
+    for training in (True, False):
+        arguments = good_for(backend)
+        arguments["x"].requires_grad_(training)
+        with pytest.raises(FlashMoEError, match=f"^{message}"):
+            call(arguments)
+        assert moe_apply(**good_for(backend)).shape == (NUM_TOKENS, 64)
 
 
 def inputs_of_a_call() -> dict[str, Any]:
@@ -445,7 +600,7 @@ def inputs_of_a_call() -> dict[str, Any]:
 @pytest.mark.parametrize("name", WRONG_KINDS)
 def test_an_argument_of_another_kind(name: str):
     call, message = WRONG_KINDS[name]
-    with pytest.raises((ConfigError, DeviceError), match=f"^{message}"):
+    with pytest.raises((ConfigError, DeviceError, ShapeError), match=f"^{message}"):
         call()
 
 
@@ -510,29 +665,42 @@ def test_what_the_kernel_cannot_read():
             check_kernel_tensor("out", tensor, CPU, *dtypes)
 
 
-def call_with_nan_on_rank_one(group: dist.ProcessGroup) -> str:
+def call_with_trouble_on_rank_one(group: dist.ProcessGroup, trouble: str) -> str:
     rank = dist.get_rank(group)
     config = cases.make_config(num_ranks=2)
     inputs = cases.make_inputs(config, cases.uniform, [5, 5], dtype=torch.float32)
-    probs = inputs.probs[rank]
-    if rank == 1:
-        nan_at(probs, inputs.routing_map[1])
     experts = slice(4 * rank, 4 * rank + 4)
     weights = ExpertWeights(tuple(inputs.fc1[experts]), tuple(inputs.fc2[experts]))
     backend = ReferenceBackend(config, group)
+    call: dict[str, Any] = {
+        "x": inputs.x[rank],
+        "probs": inputs.probs[rank],
+        "routing_map": inputs.routing_map[rank],
+        "weights": weights,
+    }
+    bad = dict(call)
+    if rank == 1 and trouble == "NaN":
+        bad["probs"] = nan_at(call["probs"].clone(), call["routing_map"])
+    elif rank == 1:
+        bad["weights"] = None
     try:
-        moe_apply(backend, inputs.x[rank], probs, inputs.routing_map[rank], weights)
+        moe_apply(backend, **bad)
     except FlashMoEError as error:
-        # The ranks are still in step: the next call works.
-        good_probs = inputs.probs[rank].nan_to_num()
-        moe_apply(backend, inputs.x[rank], good_probs, inputs.routing_map[rank], weights)
+        moe_apply(backend, **call)  # the ranks are still in step
         return f"{type(error).__name__}: {error}"
     return "accepted"
 
 
-def test_unusable_routing_of_one_rank_is_an_error_on_all(ranks: RankPool):
-    for told in ranks.run(call_with_nan_on_rank_one, num_ranks=2):
-        assert told.startswith("RoutingError: rank 1: the probability of token")
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        ("NaN", "RoutingError: rank 1: the probability of token"),
+        ("no weights", "ConfigError: rank 1: weights is of class NoneType: wanted an Expert"),
+    ],
+)
+def test_what_one_rank_refuses_is_an_error_on_all(trouble: str, message: str, ranks: RankPool):
+    for told in ranks.run(call_with_trouble_on_rank_one, trouble, num_ranks=2):
+        assert told.startswith(message)
 
 
 @pytest.mark.parametrize("shape", [(NUM_TOKENS, 32), (NUM_TOKENS - 1, 64), (NUM_TOKENS * 64,)])

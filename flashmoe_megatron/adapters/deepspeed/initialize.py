@@ -83,13 +83,14 @@ def attach(engine: Any) -> dict[str, str]:
         it was left alone.
 
     Raises:
-        ConfigError: The same as in :func:`initialize`.
+        ConfigError: The same as in :func:`initialize`, or it is no engine.
     """
     import torch.distributed as dist
 
     from flashmoe_megatron.ranks import Ranks
 
     def read() -> Settings:
+        _check_engine(engine)
         config = engine.config
         return read_settings(config) if SECTION in config else Settings(enabled=True)
 
@@ -116,11 +117,21 @@ def repeated_steps(engine: Any) -> "Steps":
     All else is as with :class:`flashmoe_megatron.RepeatedSteps`.
 
     Raises:
-        ConfigError: The engine's gradients cannot be dropped.
+        ConfigError: The engine's gradients cannot be dropped, or it is no engine.
     """
+    _check_engine(engine)
     from flashmoe_megatron.adapters.deepspeed.repeats import EngineSteps
 
     return EngineSteps(engine)
+
+
+def _check_engine(engine: Any) -> None:
+    """Refuses what is no engine, such as all four results of ``deepspeed.initialize``."""
+    from torch import nn
+
+    from flashmoe_megatron.config import check_class
+
+    check_class("engine", engine, nn.Module, "the first result of deepspeed.initialize")
 
 
 def _initialize(

@@ -1351,7 +1351,21 @@ MUTATIONS = (
     Mutation(
         "a forward takes memory that was given up",
         "KernelBackend._open",
-        "or memory.needs(self._sizes)",
+        " or memory.needs(self._sizes)",
+        "",
+        "tests/unit/test_each_call.py::test_memory_that_is_void_is_made_again",
+    ),
+    Mutation(
+        "a backward does not look for a fault",
+        "KernelBackend._backward",
+        "memory.fault_code.value or ",
+        "",
+        "tests/unit/test_each_call.py::test_a_fault_is_raised",
+    ),
+    Mutation(
+        "a backward takes memory that was given up",
+        "KernelBackend._backward",
+        " or memory.needs(self._sizes)",
         "",
         "tests/unit/test_each_call.py::test_memory_that_is_void_is_made_again",
     ),

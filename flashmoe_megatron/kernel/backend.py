@@ -674,25 +674,30 @@ class KernelBackend(Backend):
                 grad_out = grad_out.clone()
             making = self._making(weights, is_backward=True)
             tables = self._use_weights(weights, making, is_backward=True)
+            problem = self._problem
+            assert problem is not None
             check_kernel_tensor("grad_out", grad_out, self.device, self._dtype)
             if saved.x is not None:  # which hooks on saved tensors may have moved
                 check_kernel_tensor("x of the forward", saved.x, self.device, self._dtype)
             try:
-                written, table = self._use_grads(grads)
+                written, table = self._use_grads(grads, problem)
                 is_void = False
             except ShapeError as error:
                 if self._is_alone:
                     raise
-                written, table = self._use_grads(self._for_nobody(error, weights, grads))
+                unread = self._for_nobody(error, weights, grads)
+                written, table = self._use_grads(unread, problem)
                 is_void = True
         except BaseException:
             self.memory.is_void = True
             raise
-        problem = self._prepare()
+        memory = self.memory
+        if memory.fault_code.value or memory.needs(self._sizes):
+            problem = self._prepare()
         try:
-            self.memory.settled_for = None
-            addresses = _addresses(problem, self.memory.open())
-            number = self.memory.early_fc2.next_backward()
+            memory.settled_for = None
+            addresses = _addresses(problem, memory.open())
+            number = memory.early_fc2.next_backward()
             blocks, rows, x = saved.num_row_blocks, saved.rows, saved.x
             reads = self._sizes.reads_tokens[True]
             # Factors of fc1 are given rows, also where none are kept.
@@ -745,10 +750,11 @@ class KernelBackend(Backend):
                 one.spoil()
         return grad_x, grad_probs
 
-    def _use_grads(self, targets: Grads) -> tuple[UniformGrads, torch.Tensor]:
+    def _use_grads(
+        self, targets: Grads, problem: bindings.FlashMoEProblem
+    ) -> tuple[UniformGrads, torch.Tensor]:
         grads = UniformGrads(list(itertools.chain(*targets)))
-        table = self._tables.of_grads(grads, self._dtype, self._describe(), self._sizes)
-        return grads, table
+        return grads, self._tables.of_grads(grads, self._dtype, problem, self._sizes)
 
     @_on_own_device
     def early_fc2_grads(self) -> contextlib.AbstractContextManager[object] | None:
@@ -874,7 +880,11 @@ class KernelBackend(Backend):
         return None if bound is None else min(self._sizes.max_row_blocks, bound)
 
     def _prepare(self) -> bindings.FlashMoEProblem:
-        """Returns the problem, with memory for it. Collective where new memory is made."""
+        """Returns the problem, with memory for it. Collective where new memory is made.
+
+        A launch asks the memory itself first, whether there is a fault or too little of it, and
+        comes here where there is; to raise a fault may change what is needed.
+        """
         memory = self.memory
         if memory.has_fault and not (self._can_share and memory.has_shared_fault):
             self._look_for_fault()

@@ -13,7 +13,7 @@ from flashmoe_megatron.attempts import Attempts
 from flashmoe_megatron.errors import ConfigError, HeapError, RoutingError, ShapeError
 from flashmoe_megatron.kernel import bindings, symmetric
 from flashmoe_megatron.kernel.backend import KernelBackend, SavedForward
-from flashmoe_megatron.weights import ExpertWeights
+from flashmoe_megatron.weights import ExpertWeights, WeightGrad
 from tests.unit import cases
 from tests.unit.simulated_gpus import Gpus, Library, install, make_backend
 
@@ -82,6 +82,22 @@ class State:
     routing_map: torch.Tensor
     weights: ExpertWeights
     options: dict[str, Any] = field(default_factory=dict)
+
+    def with_backward(self, gpus: Gpus) -> Callable[[], None]:
+        """Runs one forward, and returns its backward."""
+        weights = self.weights
+        out, saved = self.backend.forward(
+            self.x, self.probs, self.routing_map, weights, **self.options
+        )
+        gpus.wait(0)
+
+        def backward() -> None:
+            kinds = weights.fc1, weights.fc2
+            grads = [[WeightGrad(torch.empty_like(one), False) for one in kind] for kind in kinds]
+            self.backend.backward(torch.ones_like(out), saved, weights, *grads)
+            gpus.wait(0)
+
+        return backward
 
     def forward(self, gpus: Gpus) -> list[object]:
         """The outcome of one forward, with sizes in place of buffers."""
@@ -255,12 +271,16 @@ def test_another_gpu_is_seen(launches: Launches, monkeypatch: pytest.MonkeyPatch
     assert entered == [one.backend.device]
 
 
-def test_memory_that_is_void_is_made_again(launches: Launches) -> None:
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_memory_that_is_void_is_made_again(is_backward: bool, launches: Launches) -> None:
     one = state(row_bound=2.0)
     for _ in range(2):
-        one.forward(launches.gpus)
+        backward = one.with_backward(launches.gpus)
     one.backend.memory.is_void = True
-    one.forward(launches.gpus)
+    if is_backward:
+        backward()
+    else:
+        one.forward(launches.gpus)
     assert not one.backend.memory.is_void
 
 
@@ -285,16 +305,17 @@ def test_memory_that_cannot_be_made_has_no_fault(
     one.forward(launches.gpus)
 
 
-def test_a_fault_is_raised(launches: Launches) -> None:
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_a_fault_is_raised(is_backward: bool, launches: Launches) -> None:
     """A routing weight is NaN, and the host learns of it after the launch."""
     one = state(row_bound=2.0)
     one.forward(launches.gpus)
     one.probs = torch.full_like(one.probs, torch.nan)
-    one.forward(launches.gpus)
+    backward = one.with_backward(launches.gpus)
     one.probs = KEPT["first"]["probs"]
     with pytest.raises(RoutingError):
-        one.forward(launches.gpus)
-    one.forward(launches.gpus)
+        backward() if is_backward else one.forward(launches.gpus)
+    one.with_backward(launches.gpus)()
 
 
 def test_an_error_that_was_put_off_is_raised(launches: Launches) -> None:

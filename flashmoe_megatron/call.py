@@ -452,6 +452,14 @@ class Backend(OfGroup, ABC):
             )
         return Grads(*unread)
 
+    @staticmethod
+    def _spoil(grad_x: torch.Tensor, grad_probs: torch.Tensor, factors: Factors) -> None:
+        """Fills a backward's gradients with NaN where weights' gradients stay unread."""
+        for grad in (grad_x, grad_probs):
+            grad.fill_(torch.nan)
+        for one in factors.wanted:
+            one.spoil()
+
     def put_off(self, error: Exception) -> None:
         """Has the next forward raise an error of a backward on all ranks. Not collective."""
         self._pending = error

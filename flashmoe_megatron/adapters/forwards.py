@@ -3,7 +3,11 @@
 The walks run before every launch, while the GPU may be idle, so they look into modules' dicts.
 """
 
+from collections.abc import Iterable
+
 from torch import nn
+
+from flashmoe_megatron.errors import ConfigError
 
 _HARMLESS = "deepspeed."
 """The package whose hooks gather parameters (ZeRO-3), as reading these does too, or profile."""
@@ -51,6 +55,27 @@ def touch_of(module: nn.Module) -> str | None:
 
 def _is_of(function: object, package: str) -> bool:
     return str(getattr(function, "__module__", "")).startswith(package)
+
+
+def refuse_touched(touched: Iterable[nn.Module], experts: nn.Module, way_out: str = "") -> None:
+    """Refuses modules of experts that do more than compute, which is left out where nothing calls.
+
+    Args:
+        touched: What :func:`~flashmoe_megatron.touched.find_touched` has found among them.
+        experts: The module that they are below, or are.
+        way_out: Ends the message.
+
+    Raises:
+        ConfigError: Names the first module and what it has; there are only hooks that may be left
+            out if none is raised.
+    """
+    for module in touched:
+        touch = touch_of(module)
+        if touch is not None:
+            raise ConfigError(
+                f"{name_of(module, experts)} ({type(module).__name__}) has {touch}, which would "
+                f"not be called{way_out}"
+            )
 
 
 def name_of(module: nn.Module, experts: nn.Module) -> str:

@@ -744,10 +744,7 @@ class KernelBackend(Backend):
         written.settle()
         self._early_number = number if written.are_own else 0
         if is_void:
-            grad_x.fill_(torch.nan)
-            grad_probs.fill_(torch.nan)
-            for one in factors.wanted:
-                one.spoil()
+            self._spoil(grad_x, grad_probs, factors)
         return grad_x, grad_probs
 
     def _use_grads(

@@ -460,10 +460,7 @@ class SeparateBackend(Backend):
         if self.slices is not None:
             self.slices.leave(read_launch_number(saved.layer).layer)
         if is_void:
-            grad_x.fill_(torch.nan)
-            grad_probs.fill_(torch.nan)
-            for one in factors.wanted:
-                one.spoil()
+            self._spoil(grad_x, grad_probs, factors)
         return grad_x, grad_probs
 
     def _probs_back(self, grad_row_probs: torch.Tensor | None, total: Counts, whole: Part) -> Way:

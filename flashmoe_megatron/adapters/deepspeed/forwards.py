@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from flashmoe_megatron.adapters.forwards import Classes, name_of, touch_of, with_all_below
+from flashmoe_megatron.adapters.forwards import Classes, name_of, refuse_touched, with_all_below
 from flashmoe_megatron.adapters.held import Held, Holding
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.touched import find_touched
@@ -61,13 +61,8 @@ def _holding(modules: Sequence[nn.Module]) -> Holding:
 def _untouched(experts: nn.Module) -> list[nn.Module]:
     """All modules of experts, whose calls do nothing but compute."""
     modules = with_all_below(experts)
-    for module in find_touched(modules):
-        touch = touch_of(module)
-        if touch is not None:
-            raise ConfigError(
-                f"{name_of(module, experts)} ({type(module).__name__}) has {touch}, which would "
-                "not be called"
-            )
+    if touched := find_touched(modules):
+        refuse_touched(touched, experts)
     return modules
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashmoe_megatron.adapters.forwards import name_of, touch_of, with_all_below
+from flashmoe_megatron.adapters.forwards import refuse_touched, with_all_below
 from flashmoe_megatron.adapters.held import Holding
 from flashmoe_megatron.adapters.probe import (
     PROBE_ROWS,
@@ -65,14 +65,13 @@ def holding_of(experts: nn.Module) -> Holding:
         ConfigError: A module of theirs has hooks or a ``forward`` of its own.
     """
     below = _within(experts)
-    for module in find_touched(below):
-        touch = touch_of(module)
-        if touch is not None:
-            raise ConfigError(
-                f"{name_of(module, experts)} ({type(module).__name__}) has {touch}, which would "
-                "not be called: remove what put it there, or call the model's "
-                'set_experts_implementation("grouped_mm"), which calls it'
-            )
+    if touched := find_touched(below):
+        refuse_touched(
+            touched,
+            experts,
+            ": remove what put it there, or call the model's "
+            'set_experts_implementation("grouped_mm"), which calls it',
+        )
     others: list[object] = [getattr(type(experts), "_apply_gate", None)]
     for module in below:
         others += (type(module), type(module).forward)

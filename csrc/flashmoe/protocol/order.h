@@ -72,7 +72,7 @@ FLASHMOE_PROTOCOL_CONST bool cuts_groups(
 
 // True if a pass takes its tiles by the groups of the plan's table, if that has any. A backward's
 // finishers take longer than a forward's. Where its GEMM1 has few stages, products of such groups
-// wait for them and for rooms, more than their weights' second read takes.
+// wait for them and for rooms, for as long as their weights' second read takes.
 FLASHMOE_PROTOCOL_CONST bool follows_cut_groups(bool is_backward, int gemm1_stages) {
     constexpr int kFewStages = 16;
     return not is_backward or gemm1_stages > kFewStages;

@@ -16,6 +16,11 @@ def explore(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("order", tmp_path_factory.mktemp("protocol") / "order")
+
+
+@pytest.fixture(scope="session")
 def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("stress", tmp_path_factory.mktemp("protocol") / "stress")
 

@@ -10,17 +10,21 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.protocol.mutants import FEW_STATES, Mutant
+from tests.protocol.mutants import FEW_STATES, FORWARD, ORDER, Mutant
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 SOURCES = Path(__file__).resolve().parent / "cc"
 FLAGS = {
     "circle": ["-O2"],
     "explore": ["-O2"],
+    "order": ["-O2"],
     "replicas": ["-O1"],
     "stress": ["-O1", "-g", "-fsanitize=thread", "-pthread"],
 }
-
+AGENTS = {"explore": "explored_agent", "stress": "stressed_agent"}
+"""Sources with the steps of a launch, all that is compiled again for a mutant of them."""
+AGENT = "class Agent {"
+"""Begins these steps in their header. What comes before it is in the rest of the programs, too."""
 
 ENGINE_FLAGS = ["-O3", "-march=native"]
 """The engine's, since its time goes into loops over arrays."""
@@ -52,14 +56,18 @@ def compiler() -> str:
 
 
 @functools.cache
-def engine() -> Path:
-    """Compiles the explorer's engine, once for all programs of this process, mutants included."""
-    directory = Path(tempfile.mkdtemp(prefix="flashmoe-engine-"))
+def unchanged(source: str, *flags: str) -> Path:
+    """Compiles a source as it is, once for all programs of this process, mutants included."""
+    directory = Path(tempfile.mkdtemp(prefix=f"flashmoe-{source}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    target = directory / "engine.o"
-    includes = [f"-I{CSRC}", f"-I{SOURCES}"]
-    _compile([*ENGINE_FLAGS, *includes, "-c", str(SOURCES / "engine.cc")], target)
+    target = directory / f"{source}.o"
+    _compile([*flags, f"-I{CSRC}", f"-I{SOURCES}", "-c", str(SOURCES / f"{source}.cc")], target)
     return target
+
+
+def without_agents(program: str) -> Path:
+    """Compiles the rest of a program, in which little time is spent."""
+    return unchanged(program, *FLAGS[program], "-O0")
 
 
 def _compile(arguments: list[str], target: Path) -> None:
@@ -77,19 +85,36 @@ def build(program: str, directory: Path, mutant: Mutant | None = None) -> Path:
     shutil.copytree(CSRC / "flashmoe" / "protocol", directory / "flashmoe" / "protocol")
     for source in SOURCES.iterdir():
         shutil.copy(source, directory)
+    are_agents_all = True
     for file, text, replacement in mutant.edits if mutant else ():
         path = directory / file
         old = path.read_text()
         if old.count(text) != 1:
             raise ValueError(f"{file}: found {old.count(text)} times, wanted once:\n{text}")
+        are_agents_all &= is_of_agents(file, old, text)
         path.write_text(old.replace(text, replacement))
     target = directory / program
-    arguments = [*FLAGS[program], f"-I{directory}"]
+    flags = list(FLAGS[program])
     if mutant is not None and mutant.states <= FEW_STATES:  # to optimize takes longer than to run
-        arguments.append("-O0")
-    objects = [str(engine())] if program in EXPLORED else []
-    _compile([*arguments, str(directory / f"{program}.cc"), *objects], target)
+        flags += ["-O0", "-g0"]
+    sources = [program]
+    objects = [str(unchanged("engine", *ENGINE_FLAGS))] if program in EXPLORED else []
+    if program in AGENTS:
+        sources = [AGENTS[program]]
+        if are_agents_all:
+            objects.append(str(without_agents(program)))
+        else:
+            sources.append(program)
+    texts = [str(directory / f"{source}.cc") for source in sources]
+    _compile([*flags, f"-I{directory}", *texts, *objects], target)
     return target
+
+
+def is_of_agents(file: str, content: str, text: str) -> bool:
+    """Tells whether nothing but agents has ``text``, which is once in a file of the protocol."""
+    if file == FORWARD:
+        return content.index(AGENT) < content.index(text)
+    return file != ORDER  # sizes of memory depend on a number there
 
 
 def run(program: Path, *arguments: object, timeout: float = 500) -> Outcome:

@@ -90,9 +90,9 @@ def test_no_random_order_of_random_sizes_breaks_a_rule(
 
 
 def test_every_tile_has_one_ticket_behind_those_that_it_waits_for(
-    explore: Path, tell: Callable[[str], None]
+    order: Path, tell: Callable[[str], None]
 ) -> None:
-    outcome = run(explore, "order", 9)
+    outcome = run(order, 9)
     tell(summary(outcome))
     assert outcome.code == 0, outcome.record
     assert outcome.record["tickets"] > 200_000

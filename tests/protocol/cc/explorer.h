@@ -34,13 +34,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include "forward.h"
+#include "policy.h"
 
 namespace explorer {
-
-using protocol_test::WaitEnd;
-
-using flashmoe::protocol::Scope;
 
 constexpr uint64_t kVoid = 0x7f7f7f7f7f7f7f7f;  // what a race reads
 constexpr int kMaxThreads = 12, kMaxLocations = 1536, kStackBytes = 64 * 1024;
@@ -49,21 +45,6 @@ constexpr int kStages = 3, kMaxStages = 16 * kStages;  // stages of one launch, 
 struct View {
     uint16_t version[kMaxLocations];
     uint16_t readers[kMaxLocations];
-};
-
-enum class Op { kLoad, kStore, kAdd, kOr, kSwap };
-
-struct Request {
-    Op op;
-    int location;
-    uint64_t value;
-    bool acquires, releases, returns;
-    Scope scope;
-    bool (*accepts)(void*, uint64_t);  // what ends a wait
-    void* context;
-    const char* what;   // waits for
-    int escape;         // the word that ends all waits, or -1
-    uint64_t expected;  // of a swap
 };
 
 struct Message {
@@ -141,7 +122,6 @@ class EngineTemplate {
         static EngineTemplate* engine = nullptr;
         return engine;
     }
-    static Thread& self() { return *current()->running_; }
 
     // Returns the number by which threads name a word. A word has a location once it is used: most
     // words of a scenario are not, and views and states would be as large as all of them.
@@ -179,6 +159,11 @@ class EngineTemplate {
     // Counts a delivery ahead, for the record.
     void count_ahead() { ++ahead_; }
     bool is_void() const { return is_void_; }
+    // How the running thread's last wait ended.
+    WaitEnd last_wait() const {
+        if (running_->timed_out) return WaitEnd::kTimeIsUp;
+        return running_->escaped ? WaitEnd::kTold : WaitEnd::kDone;
+    }
 
     // All orders, up to `max_states`. False if a rule broke; `failure` then says which and how.
     bool explore(uint64_t max_states, Statistics* statistics) {
@@ -541,7 +526,7 @@ class EngineTemplate {
     }
 
     static void enter() {
-        Thread& thread = self();
+        Thread& thread = *current()->running_;
         thread.body();
         thread.is_finished = true;
         _longjmp(current()->scheduler_, 1);
@@ -903,161 +888,5 @@ class EngineTemplate {
 
 extern template class EngineTemplate<void>;
 using Engine = EngineTemplate<void>;
-
-// The policy.
-struct Atomics {
-    struct Word {
-        int id = -1;
-    };
-    struct U32 : Word {};
-    struct U64 : Word {};
-    struct Plain : Word {};
-
-    template <class T>
-    struct Array {
-        std::vector<T> items;
-        Array(int count, const char* name, int rank) : items(count) {
-            for (int i = 0; i < count; ++i) {
-                items[i].id = Engine::current()->add_word(name, i, rank);
-            }
-        }
-        T& operator[](int64_t i) {
-            if (i < 0 or i >= int64_t(items.size())) {
-                Engine::current()->fail("index " + std::to_string(i) + " of " +
-                                        std::to_string(items.size()));
-            }
-            return items[i];
-        }
-    };
-
-    struct Join {
-        int id;
-        explicit Join(int threads) : id(Engine::current()->add_join(threads)) {}
-    };
-
-    static constexpr int kLanes = 1;
-    static int lane() { return 0; }
-    static void sync_warp() {}
-
-    static uint32_t load(const U32* word) { return uint32_t(do_load(word, false, Scope::kSystem)); }
-    template <Scope kScope>
-    static uint32_t load_acquire(const U32* word) {
-        return uint32_t(do_load(word, true, kScope));
-    }
-    template <Scope kScope>
-    static uint64_t load_acquire(const U64* word) {
-        return do_load(word, true, kScope);
-    }
-    template <Scope kScope>
-    static void store(U32* word, uint32_t value) {
-        perform(Op::kStore, word, value, false, false, kScope);
-    }
-    template <Scope kScope>
-    static void store(U64* word, uint64_t value) {
-        perform(Op::kStore, word, value, false, false, kScope);
-    }
-    static uint32_t add(U32* word, uint32_t value) {
-        return uint32_t(perform(Op::kAdd, word, value, false, true, Scope::kGpu));
-    }
-    static uint32_t fetch_or(U32* word, uint32_t value) {
-        return uint32_t(perform(Op::kOr, word, value, false, true, Scope::kGpu));
-    }
-    static uint32_t compare_and_swap(U32* word, uint32_t expected, uint32_t value) {
-        return uint32_t(perform(Op::kSwap, word, value, false, true, Scope::kGpu, expected));
-    }
-    static void count(U32* word, uint32_t value) {
-        perform(Op::kAdd, word, value, false, false, Scope::kGpu);
-    }
-    static void add_release(U32* word, uint32_t value) {
-        perform(Op::kAdd, word, value, true, false, Scope::kGpu);
-    }
-    template <Scope kScope>
-    static void fence() {
-        Engine::current()->fence(kScope);
-    }
-    template <Scope kScope>
-    static void release_fence() {
-        Engine::current()->release_fence(kScope);
-    }
-    static uint64_t read(const Word* word) { return Engine::current()->read(word->id, false); }
-    static void write(const Word* word, uint64_t value) {
-        Engine::current()->write(word->id, value, false);
-    }
-    static uint64_t read_by_tma(const Word* word) {
-        return Engine::current()->read(word->id, true);
-    }
-    static void write_by_bulk(const Word* word, uint64_t value) {
-        Engine::current()->write(word->id, value, true);
-    }
-    static void fence_proxy_async() { Engine::current()->fence_proxy_async(); }
-    static void bulk_wait_complete() { Engine::current()->bulk_wait_complete(); }
-
-    // The load becomes one that is possible only where `done` accepts what it reads.
-    template <class Load, class Done>
-    static WaitEnd wait(
-        const char* what, Load load, Done done, const U32* escape, uint32_t* told_by) {
-        Awaited awaited{what, escape->id,
-                        [](void* context, uint64_t value) {
-                            using Value = decltype(load());
-                            return bool((*static_cast<Done*>(context))(Value(value)));
-                        },
-                        &done};
-        awaited_slot() = &awaited;
-        const uint64_t seen = load();
-        const Thread& self = Engine::self();
-        if (self.timed_out) return WaitEnd::kTimeIsUp;
-        if (not self.escaped) return WaitEnd::kDone;
-        *told_by = uint32_t(seen);
-        return WaitEnd::kTold;
-    }
-
-    static void join(Join& join, bool orders_copies) {
-        Engine::current()->arrive(join.id, orders_copies);
-    }
-    static bool is_void() { return Engine::current()->is_void(); }
-    static void set_in_time(bool is_in_time) { Engine::current()->set_in_time(is_in_time); }
-    static void count_ahead() { Engine::current()->count_ahead(); }
-    static void forget(int place, int stage) { Engine::current()->forget(place, stage); }
-    static void name(const U32* word, const char* name, int index) {
-        Engine::current()->name_word(word->id, name, index);
-    }
-    static void check(bool is_right, const char* message) {
-        if (not is_right) Engine::current()->fail(message);
-    }
-
- private:
-    struct Awaited {
-        const char* what;
-        int escape;
-        bool (*accepts)(void*, uint64_t);
-        void* done;
-    };
-    static Awaited*& awaited_slot() {
-        static Awaited* awaited = nullptr;
-        return awaited;
-    }
-    static uint64_t perform(Op op,
-                            const Word* word,
-                            uint64_t value,
-                            bool releases,
-                            bool returns,
-                            Scope scope,
-                            uint64_t expected = 0) {
-        return Engine::current()->perform({op, word->id, value, false, releases, returns, scope,
-                                           nullptr, nullptr, "", -1, expected});
-    }
-    static uint64_t do_load(const Word* word, bool acquires, Scope scope) {
-        Request request{Op::kLoad, word->id, 0,       acquires, false, true,
-                        scope,     nullptr,  nullptr, "",       -1,    0};
-        if (Awaited* awaited = awaited_slot()) {
-            awaited_slot() = nullptr;
-            request.accepts = awaited->accepts;
-            request.context = awaited->done;
-            request.what = awaited->what;
-            request.escape = awaited->escape;
-        }
-        return Engine::current()->perform(request);
-    }
-};
 
 }  // namespace explorer

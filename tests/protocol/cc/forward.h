@@ -8,6 +8,7 @@
 // what a thread knows is given by its place in the program, `count_ahead`, and `check`.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 

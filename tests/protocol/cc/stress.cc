@@ -8,6 +8,8 @@
 #include "host_atomics.h"
 #include "scenarios.h"
 
+extern template class protocol_test::Agent<host::Atomics>;  // stressed_agent.cc
+
 namespace {
 
 using namespace protocol_test;

@@ -255,7 +255,9 @@ def build_library(
     objects: dict[Path, Object] = {}
     failures: list[str] = []
     with ThreadPoolExecutor(jobs or int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        running = {pool.submit(_compile, toolchain, source, variant): source for source in sources}
+        # Kernels take longest: begun last, one of them would keep one core busy and no other.
+        begun = sorted(sources, key=lambda source: "instances" not in source.parts)
+        running = {pool.submit(_compile, toolchain, source, variant): source for source in begun}
         for done in as_completed(running):
             try:
                 objects[running[done]] = done.result()

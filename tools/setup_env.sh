@@ -53,11 +53,39 @@ python=$PWD/$venv/bin/python
 stamp=$venv/installed
 wanted=$({ cat pyproject.toml setup.py tools/setup_env.sh; echo "${PYTHON:-} $PWD"; } | sha256sum)
 
+pip() { "$python" -m pip --disable-pip-version-check "$@" >&2; }
+is_new=
 if [ ! -x "$python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    is_new=yes
     base=$(choose_python)
     say "making $venv with $("$base" --version)"
     "$base" -m venv --clear "$venv"
-    pip() { "$python" -m pip --disable-pip-version-check "$@" >&2; }
+fi
+
+# csrc/ is compiled while packages are fetched and unpacked, which keeps less than one core busy.
+compiler=
+if [ "${FLASHMOE_SKIP_CUDA_BUILD:-}" != 1 ]; then
+    # The compiler's packages stay out of .venv, where torch may have brought other versions.
+    toolchain=$PWD/build/toolchain
+    if [ -n "${CUDA_HOME:-}" ] || nvcc --version 2>/dev/null | grep -q "release 13\."; then
+        pattern='nvidia-cutlass'
+    else
+        pattern='nvidia-'
+    fi
+    mapfile -t packages < <(grep "^$pattern" tools/toolchain.txt)
+    if [ "$(cat "$toolchain/installed" 2>/dev/null)" != "${packages[*]}" ]; then
+        say "installing ${packages[*]}"
+        rm -rf "$toolchain"
+        pip install --quiet --no-deps --target "$toolchain" "${packages[@]}"
+        echo "${packages[*]}" >"$toolchain/installed"
+    fi
+    say "compiling csrc/"
+    "$python" -S tools/build.py >&2 & # without .venv's packages, of which some are not whole yet
+    compiler=$!
+    trap 'kill "$compiler" 2>/dev/null || true' EXIT
+fi
+
+if [ -n "$is_new" ]; then
     # torch comes first and is pinned, so that nothing that follows brings another one. Without a
     # GPU the build for processors is enough; pip prefers it wherever one of its indexes has it.
     say "installing torch $torch_version"
@@ -98,23 +126,8 @@ print(*DEEPSPEED.oldest, sep=".")')
     echo "$wanted" >"$stamp"
 fi
 
-if [ "${FLASHMOE_SKIP_CUDA_BUILD:-}" != 1 ]; then
-    # The compiler's packages stay out of .venv, where torch may have brought other versions.
-    toolchain=$PWD/build/toolchain
-    if [ -n "${CUDA_HOME:-}" ] || nvcc --version 2>/dev/null | grep -q "release 13\."; then
-        pattern='nvidia-cutlass'
-    else
-        pattern='nvidia-'
-    fi
-    mapfile -t packages < <(grep "^$pattern" tools/toolchain.txt)
-    if [ "$(cat "$toolchain/installed" 2>/dev/null)" != "${packages[*]}" ]; then
-        say "installing ${packages[*]}"
-        rm -rf "$toolchain"
-        "$python" -m pip --disable-pip-version-check install --quiet --no-deps \
-            --target "$toolchain" "${packages[@]}" >&2
-        echo "${packages[*]}" >"$toolchain/installed"
-    fi
-    say "compiling csrc/"
-    "$python" tools/build.py >&2
+if [ -n "$compiler" ]; then
+    trap - EXIT
+    wait "$compiler"
 fi
 echo "$python"

@@ -37,9 +37,10 @@ check python tools/check_prose.py
 # No GPU is here to run these, but what they import and take as parameters is. mypy checks what they
 # call.
 check pytest --collect-only -qq tests/gpu tests/multi_gpu
-# Each file is in one of two processes, since its tests share fixtures; short files come last.
-check pytest --at-once --numprocesses 2 --dist loadfile --no-loadscope-reorder \
-    tests/protocol tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/replicas tests/fuzz tests/faults "$@"
+# Each file is in one of three processes, since its tests share fixtures; short files come last. Two
+# cores are busier with three than with two, as many tests wait: for ranks, time limits, programs.
+check pytest --at-once --numprocesses 3 --dist loadfile --no-loadscope-reorder \
+    tests/protocol tests/unit tests/build tests/megatron tests/deepspeed tests/frameworks tests/tools tests/faults tests/fuzz tests/replicas "$@"
 echo "== mypy"
 wait "$mypy" || failed+=(mypy)
 cat "$types"

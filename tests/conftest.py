@@ -1,6 +1,7 @@
 """Gives all tests process pools, skips what the machine cannot run, and tells failures at once."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,6 +106,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason=f"needs {wanted} Hopper GPU(s), found {num_gpus}")
             )
+
+
+def pytest_collection_finish() -> None:
+    """Spares collections of garbage the modules that are imported and the tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def _num_hopper_gpus() -> int:

@@ -39,7 +39,14 @@ It ends what hangs and says nothing of speed: on a busy machine it takes minutes
 have imported torch and a framework.
 """
 
-PLAIN = ("pytest", "hypothesis", "tests.unit.cases", "flashmoe_megatron.layer")
+PLAIN = (
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",  # which optimizers import
+    "tests.unit.cases",
+    "flashmoe_megatron.layer",
+    "flashmoe_megatron.separate.reference",
+)
 """What most tests import that need no framework."""
 
 

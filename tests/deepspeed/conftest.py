@@ -19,7 +19,7 @@ def servers() -> Iterator[list[ForkServer]]:
 
     DeepSpeed orders expert groups as they lie in a set of strings, and needs one order on all.
     """
-    with contextlib.closing(ForkServer("tests.deepspeed.harness", "deepspeed")) as server:
+    with contextlib.closing(ForkServer("tests.deepspeed.preloaded")) as server:
         yield [server]
 
 

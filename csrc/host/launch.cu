@@ -554,7 +554,7 @@ int set_weight_grads(const FlashMoEProblem* p, const FlashMoELaunch* launch, Bac
             std::swap(each.left, each.right);
             std::swap(each.num_out, each.num_in);
         }
-    } else if (args->tokens != nullptr and args->token_copies == nullptr) {  // as the left operand
+    } else if (args->tokens != nullptr and not copies_tokens(*args)) {  // as the left operand
         std::swap(product[1].left, product[1].right);
         std::swap(product[1].num_out, product[1].num_in);
         product[1].is_turned = true;

@@ -159,7 +159,7 @@ struct BackwardArgs : LayerArgs {
 
 // True if a backward copies x to rows, for fc1's gradients. With spare slots rows are kept, or
 // another launch has fetched them.
-__device__ __forceinline__ bool copies_tokens(const BackwardArgs& args) {
+__host__ __device__ __forceinline__ bool copies_tokens(const BackwardArgs& args) {
     if constexpr (kIsFp8 or kHasReplicas) return false;
     return args.token_copies != nullptr;
 }

@@ -9,15 +9,12 @@
 namespace flashmoe {
 
 template <class T, bool kGated>
-class DifferentiateInFp8 {
+class DifferentiateInFp8 : LaneOfTile {
  public:
     __device__ __forceinline__ DifferentiateInFp8(const LayerArgs& args,
                                                   const TileInfo& tile,
                                                   int first_row)
-        : args_(args),
-          tile_n_(tile.n),
-          column_((tile.n * kRowChunks + int(threadIdx.x % 32)) * 8),
-          end_(first_row + kProcessorWarps * kWarpRows) {
+        : LaneOfTile(args, tile, first_row) {
         prefetch(first_row);
         load(first_row);
     }
@@ -135,9 +132,7 @@ class DifferentiateInFp8 {
         }
     }
 
-    const LayerArgs& args_;
     uint4 gate_{}, up_{};
-    int tile_n_, column_, end_;
 };
 
 }  // namespace flashmoe

@@ -224,6 +224,21 @@ struct PreactChunks {
           ups(gates.after(args.shape.glu.to_up)) {}
 };
 
+// A lane's columns of a tile, and the rows of its processor, for finishers of derivatives.
+class LaneOfTile {
+ protected:
+    __device__ __forceinline__ LaneOfTile(const LayerArgs& args,
+                                          const TileInfo& tile,
+                                          int first_row)
+        : args_(args),
+          tile_n_(tile.n),
+          column_((tile.n * kRowChunks + int(threadIdx.x % 32)) * 8),
+          end_(first_row + kProcessorWarps * kWarpRows) {}
+
+    const LayerArgs& args_;
+    int tile_n_, column_, end_;
+};
+
 // From G = dY W2 (unscaled): the gradient of fc1's output, fc2's input again, and this tile's share
 // of the probabilities' gradient, <G, act>; there is no division by the probability anywhere. A
 // processor's warps follow one another, and pre-activations are loaded four rows ahead across them,

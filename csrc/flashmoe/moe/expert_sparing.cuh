@@ -110,15 +110,12 @@ struct Preacts {
 // Pre-activations are loaded four rows ahead. With kIsRounded fc2's input is what it stands for in
 // FP8.
 template <class T, bool kGated, bool kIsRounded = false>
-class DifferentiateRowsSparing {
+class DifferentiateRowsSparing : LaneOfTile {
  public:
     __device__ __forceinline__ DifferentiateRowsSparing(const LayerArgs& args,
                                                         const TileInfo& tile,
                                                         int first_row)
-        : args_(args),
-          tile_n_(tile.n),
-          column_((tile.n * kRowChunks + int(threadIdx.x % 32)) * 8),
-          end_(first_row + kProcessorWarps * kWarpRows) {
+        : LaneOfTile(args, tile, first_row) {
         preacts_.load(args, first_row, column_);
     }
     __device__ __forceinline__ void operator()(const WarpRows& rows) {
@@ -195,9 +192,7 @@ class DifferentiateRowsSparing {
         }
     }
 
-    const LayerArgs& args_;
     Preacts<kGated> preacts_;
-    int tile_n_, column_, end_;
 };
 
 }  // namespace flashmoe

@@ -62,7 +62,11 @@ class Clock:
 
 @contextlib.contextmanager
 def noted(clock: Clock) -> Iterator[None]:
-    """Heaps in a CPU's memory, which say when a rank's own is freed."""
+    """Heaps in a CPU's memory, which say when a rank's own is freed, until the block ends.
+
+    A collection of garbage may free some later, in the midst of another test, without a group.
+    """
+    notes: list[weakref.finalize[..., object]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "synchronize", lambda _: None)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, raising=False)
@@ -71,11 +75,16 @@ def noted(clock: Clock) -> Iterator[None]:
 
         def allocate(nbytes: int, *_: object) -> symmetric.SymmetricAllocation:
             heap = torch.zeros(nbytes, dtype=torch.uint8)
-            weakref.finalize(heap.untyped_storage(), clock.note, "freed").atexit = False
+            notes.append(weakref.finalize(heap.untyped_storage(), clock.note, "freed"))
+            notes[-1].atexit = False
             return symmetric.SymmetricAllocation(heap, (heap.data_ptr(),) * 4)
 
         patch.setattr(group_memory.symmetric, "allocate", allocate)
-        yield
+        try:
+            yield
+        finally:
+            for one in notes:
+                one.detach()
 
 
 class NotedQueues(ThreadQueues):

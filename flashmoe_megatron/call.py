@@ -562,7 +562,7 @@ class Together:
         backend = self._backend
         if backend.num_calls != self._num_calls:
             return False
-        first = error
+        raised = error
         if check is not None and not isinstance(error, FlashMoEError):
             try:
                 check()
@@ -582,8 +582,8 @@ class Together:
         if void is not None and self._may_be_void:
             self.void, self.error = void, error
             return True
-        if told is not first:
-            raise told from first
+        if told is not raised:
+            raise told from raised
         return False
 
     def _is_put_off(self, error: Exception) -> bool:

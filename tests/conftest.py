@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares collections of garbage the modules that are imported and the tests, which stay."""
+    """Keeps collections of garbage from looking at imported modules and tests, which stay."""
     gc.collect()
     gc.freeze()
 

@@ -205,8 +205,8 @@ if __name__ == "__main__":
     before = dict(os.environ)
     for module in sys.argv[3:]:
         importlib.import_module(module)
-    # What is imported stays. A collection that looks at it takes a third of a second of each fork,
-    # and copies its memory.
+    # Imported modules stay. A collection of garbage that looks at them takes each fork a third of a
+    # second, and copies their memory.
     gc.collect()
     gc.freeze()
     _serve(own, {name: value for name, value in os.environ.items() if before.get(name) != value})

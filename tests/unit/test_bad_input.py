@@ -571,7 +571,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def good_for(backend: Backend) -> dict[str, Any]:
-    """A well-formed call of a backend, of which the kernel's takes 16 bits alone."""
+    """A well-formed call of a backend; the kernel's takes tokens and weights of 16 bits alone."""
     call = {**good(), "backend": backend}
     if backend is not BACKEND:
         weights = call["weights"]

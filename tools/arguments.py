@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from examples.arguments import count
 from flashmoe_megatron.bench.shapes import ALL_SHAPES, SHAPES, shape_of
-from flashmoe_megatron.bench.stopwatch import SETTLE_MS
+from flashmoe_megatron.bench.stopwatch import SETTLE_MS, TURNS, fair
 from flashmoe_megatron.config import got
 from flashmoe_megatron.options import ROW_FACTOR
 
@@ -57,10 +57,14 @@ def add_shapes(parser: argparse.ArgumentParser, default: Sequence[str] = tuple(S
     add_gated(parser)
 
 
-def add_turns(parser: argparse.ArgumentParser, default: int, each: str) -> None:
-    """Adds ``--one-of``, and ``--turns`` of each kind that is timed in turns with others."""
+def add_one_of(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--one-of``."""
     parser.add_argument("--one-of", type=count, default=4, help="1/N of the experts")
-    parser.add_argument("--turns", type=count, default=default, help=f"of each {each}")
+
+
+def add_turns(parser: argparse.ArgumentParser, each: str) -> None:
+    """Adds ``--turns`` for :func:`~flashmoe_megatron.bench.stopwatch.in_turns`."""
+    parser.add_argument("--turns", type=fair_turns, default=TURNS, help=f"of each {each}, even")
 
 
 def add_settling(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +87,15 @@ def parse_with_shapes(
     except ValueError as error:
         parser.error(str(error))
     return options
+
+
+def fair_turns(text: str) -> int:
+    """A number of turns that kinds which are compared may take."""
+    turns = int(text)
+    try:
+        return fair(turns)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> float:

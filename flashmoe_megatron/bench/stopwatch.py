@@ -13,6 +13,8 @@ HAS_GPU = torch.cuda.is_available()
 """Asked before anything else may answer in torch's place."""
 SETTLE_MS = 500.0
 """Milliseconds of the same work that settle a GPU's clock; on H200s 300 were too few."""
+TURNS = 8
+"""Turns of each kind that tools compare, unless their command line says another number."""
 
 
 def device_here() -> torch.device:
@@ -59,6 +61,20 @@ def turn_ms(call: Callable[[], object], times: int, settle_ms: float = 0.0) -> f
     return between_ms(begin, end) / times
 
 
+def fair(turns: int) -> int:
+    """Returns a number of turns if :func:`in_turns` takes as many in one order as in the other.
+
+    Raises:
+        ValueError: The number is odd, or less than 2.
+    """
+    if turns < 2 or turns % 2:
+        raise ValueError(
+            f"got {turns}, wanted an even number, at least 2: "
+            "every other turn has the opposite order"
+        )
+    return turns
+
+
 def in_turns(
     takers: dict[str, Callable[[], T]], turns: int, settle_ms: float = 0.0
 ) -> dict[str, list[T]]:
@@ -70,10 +86,14 @@ def in_turns(
 
     Args:
         takers: Take one result each.
-        turns: Results of each; an even number is fair. Two more turns before them warm up, unless
+        turns: Results of each, a :func:`fair` number. Two more turns before them warm up, unless
             turns settle.
         settle_ms: How long each turn settles by itself.
+
+    Raises:
+        ValueError: The number of turns is not fair.
     """
+    fair(turns)
     taken: dict[str, list[T]] = {name: [] for name in takers}
     for turn in range(0 if settle_ms else -2, turns):
         for name in list(takers)[:: -1 if turn % 2 else 1]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.bench import stopwatch
 from tests.megatron.layers import make_layer
+from tools.arguments import fair_turns
 from tools.bench import common
 
 CALLS = 8
@@ -131,7 +132,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dispatcher", nargs="+", default=["flashmoe"])
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=fair_turns, default=16)
     parser.add_argument("--out", type=Path, default=Path("runs/shared_overlap.jsonl"))
     options = parser.parse_args(arguments)
     if not common.has_gpu():

@@ -128,7 +128,7 @@ def overlap_times(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
         dispatcher = fields.pop("moe_token_dispatcher_type")
         config = transformer_config(Layout(), dispatcher, **fields)
         layers["with" if overlaps else "without"] = make_layer(config)
-    times = shared_overlap.turns_of(layers, (SMALL.num_tokens, 1, SMALL.hidden), 3, calls=2)
+    times = shared_overlap.turns_of(layers, (SMALL.num_tokens, 1, SMALL.hidden), 2, calls=2)
     calls = [layer.flashmoe_routed_experts.num_calls for layer in layers.values()]
     assert all(
         layer.experts.local_experts[0].linear_fc1.weight.grad is not None
@@ -138,8 +138,8 @@ def overlap_times(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
 
 
 def test_a_shared_expert_is_timed_with_the_overlap_and_without(two_ranks: RankPool) -> None:
-    """Three turns behind two that warm up, and a call in front of each turn's two."""
-    assert two_ranks.run(overlap_times) == [([3, 3], [15, 15])] * 2
+    """Two turns follow two that warm up, and a call comes before each turn's two."""
+    assert two_ranks.run(overlap_times) == [([2, 2], [12, 12])] * 2
 
 
 def test_a_row_tells_what_the_overlap_gains(capsys: pytest.CaptureFixture[str]) -> None:

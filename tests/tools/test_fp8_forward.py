@@ -19,7 +19,7 @@ from flashmoe_megatron.weights import WeightGrad
 from tools.bench import common, fp8_both, fp8_forward, fp8_times
 
 on_a_processor = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-SMALL = ["--shapes", "32x256x256x4x2", "--gated", "--one-of", "1", "--turns", "1"]
+SMALL = ["--shapes", "32x256x256x4x2", "--gated", "--one-of", "1", "--turns", "2"]
 BRIEF = ["--times", "1", "--settle-ms", "0.5"]
 
 
@@ -60,7 +60,7 @@ def test_turns_of_both_directions_settle(tmp_path: Path, monkeypatch: pytest.Mon
     asked: list[float] = []
     monkeypatch.setattr(fp8_both, "turn_ms", lambda call, times, ms: asked.append(ms) or 1.0)
     time_here(monkeypatch, tmp_path / "times.jsonl")
-    assert asked == [0.5] * 5, "five kinds in the one turn"
+    assert asked == [0.5] * (5 * 2), "five kinds, two turns"
 
 
 class Launches:

@@ -89,7 +89,7 @@ def test_record_goes_on_where_it_stopped(tmp_path: Path, monkeypatch, capsys):
     [
         ("--tokens", "48"),
         ("--peers", "torch"),
-        ("--turns", "3"),
+        ("--turns", "4"),
         ("--turn-ms", "0.1"),
         ("--settle-ms", "0.1"),
         ("--only-graphed", "flashmoe"),

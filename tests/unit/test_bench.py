@@ -483,3 +483,12 @@ def test_every_other_turn_has_the_opposite_order(settle_ms: float, warm_up: str)
     first = len(called) - 12
     found = {name: [at - first for at in times] for name, times in taken.items()}
     assert found == {"a": [1, 6, 7, 12], "b": [2, 5, 8, 11], "c": [3, 4, 9, 10]}
+
+
+@pytest.mark.parametrize("turns", [-2, 0, 1, 7])
+def test_turns_that_would_favour_a_kind_are_refused_before_any_is_taken(turns: int) -> None:
+    called: list[int] = []
+    wanted = f"got {turns}, wanted an even number, at least 2: every other turn has the opposite"
+    with pytest.raises(ValueError, match=wanted):
+        stopwatch.in_turns({"a": lambda: called.append(1)}, turns)
+    assert not called

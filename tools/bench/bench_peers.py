@@ -17,7 +17,7 @@ Every shape is written as soon as it is measured, and a shape that is in the fil
 same sizes and settings, is passed over: a call that ends after ``--minutes`` is continued by the
 next. Several processes at once can make ready what libraries compile, since that does not depend on
 the number of tokens:
-``--tokens 512 --turns 1`` without ``--out``, one shape and peer each.
+``--tokens 512 --turns 2`` without ``--out``, one shape and peer each.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import SHAPES, Shape
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.bench.timer import Timer
-from tools.arguments import add_settling, parser_of
+from tools.arguments import add_settling, add_turns, parser_of
 from tools.bench import common, peers
 from tools.bench.common import Record, log
 from tools.bench.peers import PEERS, SONICMOE_TILES, Layer, stacked
@@ -211,7 +211,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--only-graphed", nargs="+", default=[], choices=PEERS,
         help="peers that are timed from CUDA graphs alone")  # fmt: skip
     add("--tokens", type=count, help="instead of each shape's own")
-    add("--turns", type=count, default=8, help="of each layer; two more warm up if none settles")
+    add_turns(parser, each="layer; two more warm up if none settles")
     add("--turn-ms", type=float, default=20.0, help="about as long is one turn")
     add_settling(parser)
     add("--minutes", type=float, default=float("inf"), help="no shape begins later")

@@ -39,7 +39,7 @@ from flashmoe_megatron.bench.problem import make_problem
 from flashmoe_megatron.bench.shapes import Shape, shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns, turn_ms
 from flashmoe_megatron.kernel import bindings
-from tools.arguments import add_shapes, add_turns, parse_with_shapes, parser_of
+from tools.arguments import add_one_of, add_shapes, add_turns, parse_with_shapes, parser_of
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -158,7 +158,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--rank-invariant", action="store_true", help="the first also with rank_invariant")
     add_shapes(parser, ["paper-8k", "qwen3-30b"])
     add("--values", nargs="+", default=["zeros"], choices=["zeros", "random"])
-    add_turns(parser, 8, each="library")
+    add_one_of(parser)
+    add_turns(parser, each="library")
     add("--launches", type=count, default=20, help="of a turn")
     common.add_record_flags(parser, a_line="shape")
     return parse_with_shapes(parser, arguments)

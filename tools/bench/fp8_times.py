@@ -12,7 +12,14 @@ from flashmoe_megatron.bench.problem import Problem, make_problem
 from flashmoe_megatron.bench.shapes import shares_of
 from flashmoe_megatron.bench.stopwatch import in_turns
 from flashmoe_megatron.config import FP8_GRANULE
-from tools.arguments import add_settling, add_shapes, add_turns, parse_with_shapes, parser_of
+from tools.arguments import (
+    add_one_of,
+    add_settling,
+    add_shapes,
+    add_turns,
+    parse_with_shapes,
+    parser_of,
+)
 from tools.bench import common
 from tools.bench.common import log
 from tools.bench.gate import pass_gate
@@ -35,7 +42,8 @@ def parse(arguments: Sequence[str], text: str | None, times: int) -> argparse.Na
     """
     parser = parser_of(text)
     add_shapes(parser, ["qwen3-30b", "mixtral-8x7b", "deepseek-v3-e64"])
-    add_turns(parser, 7, each="kind")
+    add_one_of(parser)
+    add_turns(parser, each="kind")
     parser.add_argument("--times", type=count, default=times, help="calls that a turn times")
     add_settling(parser)
     common.add_record_flags(parser, a_line="shape")

@@ -389,7 +389,7 @@ def _gbps(ways: dict[str, Callable[[], Any]], inbound: int) -> dict[str, float]:
     """GB/s into a rank of each way, alternately, as the slowest rank has it."""
     times = max(5, min(20, 2**33 // inbound))  # small transfers need more, against chance
     calls = {name: functools.partial(turn_ms, way, times) for name, way in ways.items()}
-    taken = {name: statistics.median(each) for name, each in in_turns(calls, 5).items()}
+    taken = {name: statistics.median(each) for name, each in in_turns(calls, 6).items()}
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, taken)
     return {name: round(inbound / max(of[name] for of in values) / 1e6, 1) for name in ways}
@@ -444,7 +444,7 @@ def _sweep(rank: int, about: dict[str, Any], both: Multipath, size: int) -> None
 
     rates = {percent: rate(percent / 100) for percent in [*range(0, 41, 2), 100]}
     calls = {"peer": lambda: rate(0.0), "all": lambda: rate(chosen[1])}
-    turns = in_turns(calls, 3)
+    turns = in_turns(calls, 4)
     alone, tuned = (statistics.median(turns[name]) for name in calls)
     _say(
         rank,

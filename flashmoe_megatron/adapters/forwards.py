@@ -57,13 +57,16 @@ def _is_of(function: object, package: str) -> bool:
     return str(getattr(function, "__module__", "")).startswith(package)
 
 
-def refuse_touched(touched: Iterable[nn.Module], experts: nn.Module, way_out: str = "") -> None:
+def refuse_touched(
+    touched: Iterable[nn.Module], experts: nn.Module, way_out: str = "", *, name: str = "experts"
+) -> None:
     """Refuses modules of experts that do more than compute, which is left out where nothing calls.
 
     Args:
         touched: What :func:`~flashmoe_megatron.touched.find_touched` has found among them.
         experts: The module that they are below, or are.
         way_out: Ends the message.
+        name: The framework's name of that module.
 
     Raises:
         ConfigError: Names the first module and what it has; there are only hooks that may be left
@@ -73,14 +76,12 @@ def refuse_touched(touched: Iterable[nn.Module], experts: nn.Module, way_out: st
         touch = touch_of(module)
         if touch is not None:
             raise ConfigError(
-                f"{name_of(module, experts)} ({type(module).__name__}) has {touch}, which would "
-                f"not be called{way_out}"
+                f"{name_of(module, experts, name)} ({type(module).__name__}) has {touch}, which "
+                f"would not be called{way_out}"
             )
 
 
-def name_of(module: nn.Module, experts: nn.Module) -> str:
-    """A module's path, which begins with "experts"."""
-    names: dict[int, str] = {
-        id(each): name for name, each in experts.named_modules(prefix="experts")
-    }
-    return names[id(module)]
+def name_of(module: nn.Module, experts: nn.Module, name: str = "experts") -> str:
+    """A module's path, which begins with the name of the experts' module."""
+    paths: dict[int, str] = {id(each): path for path, each in experts.named_modules(prefix=name)}
+    return paths[id(module)]

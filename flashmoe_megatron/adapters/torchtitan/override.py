@@ -11,7 +11,7 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from flashmoe_megatron.adapters.experts import GroupBackends
-from flashmoe_megatron.adapters.forwards import touch_of
+from flashmoe_megatron.adapters.forwards import refuse_touched
 from flashmoe_megatron.adapters.held import Holding
 from flashmoe_megatron.adapters.indexed import IndexedExperts, KnownExperts, Reading
 from flashmoe_megatron.adapters.options import ModuleOptions
@@ -199,13 +199,13 @@ def _is_swiglu(experts: Any) -> bool:
 
 def _holding_of(experts: Any) -> Holding:
     """Finds all that decides what experts compute but their parameters, and calls no forward."""
-    for module in find_touched([experts]):
-        touch = touch_of(module)
-        if touch is not None:
-            raise ConfigError(
-                f"inner_experts ({type(module).__name__}) has {touch}, which would not be called: "
-                "remove what put it there, or leave the override out"
-            )
+    if touched := find_touched([experts]):
+        refuse_touched(
+            touched,
+            experts,
+            ": remove what put it there, or leave the override out",
+            name="inner_experts",
+        )
     return Holding([experts], [type(experts), type(experts).forward])
 
 

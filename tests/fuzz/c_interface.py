@@ -458,7 +458,7 @@ def check_sizes(fields: dict[str, int], sizes: Any) -> None:
     is_alone = ranks == 1 and not in_fp8
     of_backward = bindings.READS_TOKENS if fc1_rows <= 512 else bindings.COPIES_TOKENS
     reads_tokens = [
-        int(is_alone and fc1_rows <= 1024),
+        int(is_alone and fc1_rows <= (1280 if fields["is_gated"] else 1024)),
         of_backward if is_alone and not spare else bindings.READS_NO_TOKENS,
     ]
     exact = {

@@ -76,7 +76,7 @@ class Layer:
 
 
 @pytest.fixture(
-    params=[192, 320, 576], ids=["read", "copied", "copied by both passes"], autouse=True
+    params=[192, 320, 704], ids=["read", "copied", "copied by both passes"], autouse=True
 )
 def width(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with experts whose backward reads tokens in place, and with some that copy them."""

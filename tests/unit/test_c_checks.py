@@ -200,21 +200,23 @@ def group_of(problem: bindings.FlashMoEProblem) -> bindings.FlashMoEGroup:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "intermediate", "can_do"),
+    ("num_ranks", "intermediate", "gated", "can_do"),
     [
-        (1, 256, (bindings.READS_TOKENS, bindings.READS_TOKENS)),
-        (1, 320, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
-        (1, 512, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
-        (1, 576, (bindings.READS_NO_TOKENS, bindings.COPIES_TOKENS)),
-        (2, 256, (bindings.READS_NO_TOKENS, bindings.READS_NO_TOKENS)),
+        (1, 256, True, (bindings.READS_TOKENS, bindings.READS_TOKENS)),
+        (1, 320, True, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
+        (1, 640, True, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
+        (1, 704, True, (bindings.READS_NO_TOKENS, bindings.COPIES_TOKENS)),
+        (1, 1024, False, (bindings.READS_TOKENS, bindings.COPIES_TOKENS)),
+        (1, 1088, False, (bindings.READS_NO_TOKENS, bindings.COPIES_TOKENS)),
+        (2, 256, True, (bindings.READS_NO_TOKENS, bindings.READS_NO_TOKENS)),
     ],
 )
 def test_only_experts_of_one_rank_do_without_received_rows(
-    num_ranks: int, intermediate: int, can_do: tuple[int, int]
+    num_ranks: int, intermediate: int, gated: bool, can_do: tuple[int, int]
 ) -> None:
     """Narrow ones' passes read tokens where they are; wider ones' backwards copy these."""
     config = cases.make_config(
-        num_ranks=num_ranks, num_experts=8, topk=2, intermediate=intermediate, gated=True
+        num_ranks=num_ranks, num_experts=8, topk=2, intermediate=intermediate, gated=gated
     )
     problem, sizes = native.problem_of(config), bindings.FlashMoESizes()
     bindings.call("sizes", problem, sizes)

@@ -101,7 +101,7 @@ def test_the_phases_of_the_processors_are_the_launch() -> None:
 
 
 def test_metrics_of_real_launches() -> None:
-    run = Run(make_config(1, intermediate=640))  # which fetches rows
+    run = Run(make_config(1, intermediate=704))  # which fetches rows
     selected = run.inputs.routing_map[0]
     totals = Totals(Layout(run.places), run.places)
     for one in run.records(times=4):

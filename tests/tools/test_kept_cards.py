@@ -147,6 +147,26 @@ def test_runs_of_two_days_have_no_ratio(results: Path, date: str, gain: str, apa
     assert (lines[0] == "No pair is complete on 1 H200.") == (gain == "two days")
 
 
+@pytest.mark.parametrize(
+    ("date", "titles"), [("2026-11-28", ["2 H200", "2 H200, 2 slots"]), ("2026-11-29", ["2 H200"])]
+)
+def test_the_readme_has_spare_slots_with_a_gain_alone(
+    results: Path, date: str, titles: list[str]
+) -> None:
+    """The run without slots is of the day of alltoall's; all runs are in the page's table."""
+    slots = Arm("flashmoe", "whole", is_forced=False, variant="slots")
+    ran = {
+        OURS.name: times(250, date=f"{date}T16:00:00"),
+        slots.name: times(240, date="2026-11-28T16:00:00"),
+        THEIRS.name: times(800, date=f"{date}T16:01:00"),
+    }
+    write(results / "2026-11-29-cards-h200-2x.jsonl", {QWEN3.name: ran})
+    cards = [card for card in kept_cards(results) if card.num_gpus == 2]
+    rows = [line.split(" | ")[1] for line in summary(cards) if line.startswith(f"| {QWEN3.title}")]
+    assert rows == titles
+    assert any("natural, 2 H200, 2 slots |" in line for line in summary(cards, has_all=True))
+
+
 def test_runs_around_midnight_are_of_one_day(results: Path) -> None:
     ours = times(250, date="2026-11-28T23:50:00")
     theirs = times(800, date="2026-11-29T00:10:00")

@@ -54,9 +54,13 @@ def summary(cards: list[KeptCard], *, has_all: bool = False) -> list[str]:
 
 
 def is_for_readme(row: Comparison) -> bool:
-    """Tells whether a user would choose the run, with natural routing."""
+    """Tells whether a user would choose the run, with natural routing.
+
+    Spare slots are an option of a run that has its row already, and so need a gain to be shown.
+    """
     is_part = row.is_mixed or row.arm.variant == "fp8"
-    return row.arm.graph == "whole" and not row.arm.is_forced and not is_part
+    says_nothing = row.has_slots and row.ratio is None
+    return row.arm.graph == "whole" and not (row.arm.is_forced or is_part or says_nothing)
 
 
 def is_open(row: Comparison) -> bool:

@@ -10,13 +10,22 @@ import pytest
 import torch
 
 from flashmoe_megatron.kernel import bindings
+from tests import program_forks
 from tests.distributed import RankPool, plain_servers
 from tests.forks import ForkServer
 from tools.gpu_check import SHARED_GPUS
 
 HOPPER = (9, 0)
 ENDING = Path(__file__).parent / "ending"
-"""Has what every process of the tests does at its end."""
+"""Has what every process of the tests does at its start and at its end."""
+WITH_TORCH = (
+    "torch._dynamo",  # which optimizers import
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+)
+"""What many programs import and that takes long."""
 
 # Ranks that share a GPU wait for one another, while a kernel's first launch waits for all of them.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -32,6 +41,25 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 def servers() -> Sequence[ForkServer]:
     """Processes from which ranks are forked; a framework's folder has its own, which import it."""
     return plain_servers()
+
+
+@pytest.fixture(scope="session")
+def with_torch() -> Path:
+    """Forks programs that have torch already; see ``run_python``."""
+    return program_forks.listening("torch", *WITH_TORCH)
+
+
+@pytest.fixture(scope="session")
+def with_transformers() -> Path:
+    """Forks programs that have torch and transformers, which DeepSpeed imports, too."""
+    return program_forks.listening("transformers", *WITH_TORCH, "transformers.trainer")
+
+
+@pytest.fixture(scope="session")
+def with_megatron() -> Path:
+    """Forks programs that have all that Megatron imports, and import it and the package anew."""
+    modules = ("torch.distributed.run", "tests.megatron.without_megatron")
+    return program_forks.listening("megatron", *modules)
 
 
 @pytest.fixture(scope="module")  # gloo's threads poll for as long as their groups live
@@ -82,6 +110,8 @@ def gpu_of_worker(worker: str, gpus: str) -> str:
 
 @pytest.hookimpl(trylast=True)  # after pytest has made its terminal
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        program_forks.begin_run()
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get(SHARED_GPUS)
     if worker and gpus:  # before CUDA is begun, which reads it once
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of_worker(worker, gpus)

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.ending.stand_in import FORKED_FROM
+
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 500
 """How long a program may take; it ends what hangs before pytest does, and says nothing of speed."""
@@ -17,6 +19,7 @@ def run_python(
     status: int = 0,
     before: Sequence[Path] = (),
     folder: Path = ROOT,
+    forked_from: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS``, and fails with its output if it ends in another way.
@@ -27,12 +30,16 @@ def run_python(
         status: The exit status that is wanted.
         before: Folders of the module path before the checkout.
         folder: Where the program runs.
+        forked_from: Where processes listen that have imported what the program imports first; a
+            fixture's value. Without it the program and its ranks import everything.
         **environment: Variables besides those of this process.
     """
     path = [*map(str, (*before, ROOT)), *filter(None, [os.environ.get("PYTHONPATH")])]
     launcher: list[str] = []
     if ranks is not None:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    if forked_from is not None:
+        environment = {FORKED_FROM: str(forked_from), **environment}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, *map(str, arguments)],
         cwd=folder,

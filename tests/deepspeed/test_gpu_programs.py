@@ -8,11 +8,13 @@ from tests.programs import PATIENCE_S, run_python
 STEPS = 30
 
 
-def test_cases_of_several_gpus_autoep(tmp_path: Path) -> None:
+def test_cases_of_several_gpus_autoep(tmp_path: Path, with_transformers: Path) -> None:
     out = tmp_path / "records.jsonl"
     cases = ["native_zero2", "autoep_zero2", "zero2_overlap"]
     program = ("-m", "tests.multi_gpu.deepspeed_worker", "--out", out)
-    run_python(*program, "--steps", STEPS, "--cases", *cases, ranks=2)
+    run_python(
+        *program, "--steps", STEPS, "--cases", *cases, ranks=2, forked_from=with_transformers
+    )
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [record["case"] for record in records] == cases
     assert all(record["passed"] for record in records)
@@ -21,13 +23,13 @@ def test_cases_of_several_gpus_autoep(tmp_path: Path) -> None:
     assert records[2]["measured"]["steps"] == STEPS
 
 
-def test_benchmark_autoep(tmp_path: Path) -> None:
+def test_benchmark_autoep(tmp_path: Path, with_transformers: Path) -> None:
     """Native layers, and a bound that distances are within: tools/test_examples.py."""
     out = tmp_path / "results.jsonl"
     short = ("--shapes", "small-top2", "--steps", 2, "--warmup", 1, "--limit-s", PATIENCE_S // 2)
     benchmark = ("-m", "tools.bench.bench_training", "deepspeed", *short, "--out", out)
     no_distance = ("--families", "autoep", "--bound", -1)
-    ran = run_python(*benchmark, *no_distance, ranks=2, status=1)
+    ran = run_python(*benchmark, *no_distance, ranks=2, status=1, forked_from=with_transformers)
     assert "failed: losses further apart than -1.0: autoep, small-top2, flashmoe" in ran.stdout
     assert "losses do not agree" in ran.stdout
     records = [json.loads(line) for line in out.read_text().splitlines()]

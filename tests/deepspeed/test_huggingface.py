@@ -17,9 +17,10 @@ pytestmark = [
 ]
 
 
-def test_trainer_and_accelerate_autoep(tmp_path: Path) -> None:
+def test_trainer_and_accelerate_autoep(tmp_path: Path, with_transformers: Path) -> None:
     out = tmp_path / "records.jsonl"
-    run_python("-m", "tests.deepspeed.huggingface", "--out", out, ranks=2, HF_HUB_OFFLINE="1")
+    program = ("-m", "tests.deepspeed.huggingface", "--out", out)
+    run_python(*program, ranks=2, forked_from=with_transformers, HF_HUB_OFFLINE="1")
     for stock, fused in compare_noted(out, {"trainer": 1e-5, "accelerate": 1e-5}).values():
         assert stock["calls"] == []
         assert fused["report"] == {f"model.layers.{layer}.mlp": FUSED for layer in range(2)}

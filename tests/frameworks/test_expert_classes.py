@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_every_class_does_what_the_list_says() -> None:
+def test_every_class_does_what_the_list_says(with_torch: Path) -> None:
     """The program compares outputs and gradients with the classes' own."""
     folder = ROOT / "build" / f"transformers-{FOLDERS[-1]}"
     if not folder.is_dir():
         pytest.skip(f"{folder} is missing; tools/setup_env.sh makes it")
-    ran = run_python("-m", "tests.frameworks.expert_classes", before=[folder], HF_HUB_OFFLINE="1")
+    where: dict[str, Any] = {"before": [folder], "forked_from": with_torch}
+    ran = run_python("-m", "tests.frameworks.expert_classes", **where, HF_HUB_OFFLINE="1")
     found: dict[str, Any] = json.loads(ran.stdout)
     listed: dict[str, Any] = json.loads(LIST.read_text())
     print(f"{len(found['computed'])} classes computed, {len(found['refused'])} refused")

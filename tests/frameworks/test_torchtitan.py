@@ -28,10 +28,10 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_debug_models(num_ranks: int, tmp_path: Path) -> None:
+def test_debug_models(num_ranks: int, tmp_path: Path, with_torch: Path) -> None:
     out = tmp_path / "records.jsonl"
     program = ("-m", "tests.frameworks.train_torchtitan", "--out", out, "--steps", 3)
-    run(*program, ranks=num_ranks if num_ranks > 1 else None)
+    run(*program, ranks=num_ranks if num_ranks > 1 else None, forked_from=with_torch)
     for own, ours in compare_noted(out, dict.fromkeys(KINDS, TOLERANCE)).values():
         assert own["framework"] == "torchtitan 0.3.0"
         assert own["ranks"] == ours["ranks"] == num_ranks
@@ -40,9 +40,10 @@ def test_debug_models(num_ranks: int, tmp_path: Path) -> None:
         assert ours["losses"] != own["losses"]  # the same bits would be the same experts
 
 
-def test_a_layer(tmp_path: Path) -> None:
+def test_a_layer(tmp_path: Path, with_torch: Path) -> None:
     out = tmp_path / "record.json"
-    run("-m", "tests.frameworks.titan_layer", "--out", out, "--device", "cpu", "--steps", 2)
+    program = ("-m", "tests.frameworks.titan_layer", "--out", out)
+    run(*program, "--device", "cpu", "--steps", 2, forked_from=with_torch)
     weights = {f"inner_experts.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
     assert set(json.loads(out.read_text())["errors"]) == {"out", "x", "scores", *weights}
 
@@ -173,8 +174,8 @@ for copied in (copy.deepcopy(ours), torch.load(file, weights_only=False)):
 """
 
 
-def test_a_change_has_one_answer_before_and_after_the_first_call() -> None:
-    ran = run("-c", CHANGES)
+def test_a_change_has_one_answer_before_and_after_the_first_call(with_torch: Path) -> None:
+    ran = run("-c", CHANGES, forked_from=with_torch)
     hooked = r"hook inner_experts \(G\w+\) has forward hooks, which would not be called"
     wanted = (
         r"limit right",
@@ -189,8 +190,8 @@ def test_a_change_has_one_answer_before_and_after_the_first_call() -> None:
         assert re.match(wanted[number // 2], line), line
 
 
-def test_refusals() -> None:
-    ran = run("-c", REFUSALS)
+def test_refusals(with_torch: Path) -> None:
+    ran = run("-c", REFUSALS, forked_from=with_torch)
     wanted = (
         r"the experts are made by Other\.Config, wanted GroupedExperts\.Config or",
         r"the tokens are dispatched by TorchAOTokenDispatcher\.Config, which flashmoe replaces",

@@ -34,6 +34,7 @@ def compare(
     release: str | None,
     loops: dict[str, float],
     out: Path,
+    forked_from: Path,
     *options: str,
     ranks: int | None = None,
     more: tuple[str, ...] = (),
@@ -44,6 +45,7 @@ def compare(
         release: The release.
         loops: How far losses may be apart in each loop.
         out: A file for the program's records.
+        forked_from: Where a process listens that has imported torch.
         *options: Further arguments of the program.
         ranks: Its ranks, if several share the experts.
         more: What it trains in float32 besides.
@@ -53,7 +55,8 @@ def compare(
         if not folder.is_dir():
             pytest.skip(f"{folder} is missing; tools/setup_env.sh makes it")
     program = ("-m", "tests.frameworks.train_transformers", "--out", out, *options)
-    run_python(*program, ranks=ranks, before=folders, HF_HUB_OFFLINE="1")
+    where: dict[str, Any] = {"before": folders, "forked_from": forked_from}
+    run_python(*program, ranks=ranks, **where, HF_HUB_OFFLINE="1")
     wanted = {f"{kind} {loop}": limit for kind in KINDS for loop, limit in loops.items()}
     wanted |= dict.fromkeys(more, FLOAT32)
     pairs = compare_noted(out, wanted)
@@ -62,15 +65,15 @@ def compare(
 
 
 @pytest.mark.parametrize("release", [None, *FOLDERS])
-def test_trainer_and_accelerate(release: str | None, tmp_path: Path) -> None:
+def test_trainer_and_accelerate(release: str | None, tmp_path: Path, with_torch: Path) -> None:
     loops = {"trainer": FLOAT32, "autocast": AUTOCAST, "accelerate": FLOAT32}
-    compare(release, loops, tmp_path / "records.jsonl")
+    compare(release, loops, tmp_path / "records.jsonl", with_torch)
 
 
-def test_expert_parallel(tmp_path: Path) -> None:
+def test_expert_parallel(tmp_path: Path, with_torch: Path) -> None:
     loops = {"fsdp_size": FLOAT32, "tp_size": FLOAT32}
     out, more = tmp_path / "records.jsonl", ("muse_spark fsdp_size",)
-    compare(FOLDERS[-1], loops, out, "--parallel", ranks=2, more=more)
+    compare(FOLDERS[-1], loops, out, with_torch, "--parallel", ranks=2, more=more)
 
 
 class Experts(nn.Module):

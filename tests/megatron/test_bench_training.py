@@ -15,10 +15,10 @@ SMALL = (
 )
 
 
-def test_small_proof(tmp_path: Path) -> None:
+def test_small_proof(tmp_path: Path, with_megatron: Path) -> None:
     folders = ("--out", tmp_path / "training", "--output", tmp_path / "data")
     program = ("-m", "tools.bench.bench_training", "megatron")
-    ran = run_python(*program, *SMALL.split(), *folders, ranks=2)
+    ran = run_python(*program, *SMALL.split(), *folders, ranks=2, forked_from=with_megatron)
     assert "within the band of noise at 12 of 12 iterations" in ran.stdout
     runs = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     names = [run["run"] for run in runs]

@@ -582,16 +582,19 @@ print("goes on")
         ("alltoall", "overlap", "started unnamed \ngoes on"),
     ],
 )
-def test_wandb_starts_or_is_done_without(dispatcher: str, project: str, words: str) -> None:
-    done = run_python("-c", WRITERS, dispatcher, project)
+def test_wandb_starts_or_is_done_without(
+    dispatcher: str, project: str, words: str, with_megatron: Path
+) -> None:
+    done = run_python("-c", WRITERS, dispatcher, project, forked_from=with_megatron)
     assert done.stdout.strip() == words, done.stderr
     assert ("wandb does not start: ValueError: no wandb here" in done.stderr) == (
         project == "broken"
     )
 
 
-def test_runs_with_other_dispatchers_keep_their_errors() -> None:
-    done = run_python("-c", WRITERS, "alltoall", "broken", status=1)
+def test_runs_with_other_dispatchers_keep_their_errors(with_megatron: Path) -> None:
+    words = ("-c", WRITERS, "alltoall", "broken")
+    done = run_python(*words, status=1, forked_from=with_megatron)
     assert "ValueError: no wandb here" in done.stderr
 
 
@@ -603,8 +606,8 @@ print("goes on")
 """
 
 
-def test_a_release_without_the_place_is_told_of() -> None:
-    done = run_python("-c", OTHER_RELEASE)
+def test_a_release_without_the_place_is_told_of(with_megatron: Path) -> None:
+    done = run_python("-c", OTHER_RELEASE, forked_from=with_megatron)
     assert done.stdout.strip() == "goes on", done.stderr
     assert "megatron.training.training has no training_log: no metrics" in done.stderr
 

@@ -33,10 +33,10 @@ LAYER = [
 QUICK = [*LAYER, "--dtype", "float32", "--iterations", "2", "--grads", "own"]
 
 
-def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
+def test_a_layer_is_measured_on_two_ranks(tmp_path: Path, with_torch: Path) -> None:
     file = tmp_path / "t2.json"
     program = ("-m", "flashmoe_megatron.calibrate", file)
-    done = run_python(*program, *QUICK, ranks=2)
+    done = run_python(*program, *QUICK, ranks=2, forked_from=with_torch)
     first = read_entries(file)
     assert [entry.direction for entry in first] == ["forward", "backward"]
     for entry in first:
@@ -47,7 +47,7 @@ def test_a_layer_is_measured_on_two_ranks(tmp_path: Path) -> None:
     other = ["--topk", "1", "--row-bound", "1.5", "--keep", "inputs", "--grads", "main_grad"]
     other += ["--activation", "quick_gelu", "--clamp-value", "7", "--linear-offset", "1"]
     other += ["--glu-interleave", "8"]
-    run_python(*program, *QUICK, *other, ranks=2)
+    run_python(*program, *QUICK, *other, ranks=2, forked_from=with_torch)
     second = read_entries(file)
     assert second[:2] == first
     assert [entry.topk for entry in second[2:]] == [1, 1]

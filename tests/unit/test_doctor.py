@@ -23,6 +23,7 @@ from flashmoe_megatron.kernel import bindings
 from flashmoe_megatron.measured import reach
 from flashmoe_megatron.releases import DEEPSPEED, FRAMEWORKS, MEGATRON, TORCH, Project
 from tests.distributed import PATIENCE_S
+from tests.ending.stand_in import FORKED_FROM
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("-m", "flashmoe_megatron")
@@ -59,9 +60,9 @@ def test_a_layer_runs_without_a_gpu() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_two_ranks_run_a_layer_and_one_prints() -> None:
+def test_two_ranks_run_a_layer_and_one_prints(with_torch: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(*launcher, *PROGRAM)
+    done = run(*launcher, *PROGRAM, **{FORKED_FROM: str(with_torch)})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("bf16 layer") == 1
     assert "forward and backward on 2 ranks by the backend reference" in done.stdout
@@ -76,11 +77,12 @@ runpy.run_module("flashmoe_megatron", run_name="__main__")
 """
 
 
-def test_rows_of_two_hosts_are_told(tmp_path: Path) -> None:
+def test_rows_of_two_hosts_are_told(tmp_path: Path, with_torch: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     program = tmp_path / "on_two_hosts.py"
     program.write_text(ON_TWO_HOSTS)
-    done = run(*launcher, str(program), PYTHONPATH=str(ROOT))
+    path = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    done = run(*launcher, str(program), PYTHONPATH=path, **{FORKED_FROM: str(with_torch)})
     assert done.returncode == 0, done.stderr
     said = re.search(r"2 hosts compute (\d+), (\d+) rows; the busiest has (1\.\d\d)", done.stdout)
     assert said is not None, done.stdout

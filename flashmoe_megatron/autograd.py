@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import operator
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
@@ -14,12 +13,13 @@ from torch._C._functorch import unwrap_if_dead
 
 from flashmoe_megatron.adapted import AdaptedGrads, AdaptedWeights
 from flashmoe_megatron.call import Backend, NaNResult, Together, unmatched_backward
-from flashmoe_megatron.checks import check_choices_dtype, check_kinds, check_readable
-from flashmoe_megatron.config import check_class
+from flashmoe_megatron.checks import check_choices_dtype, check_kinds, check_number, check_readable
+from flashmoe_megatron.config import check_class, check_switch
 from flashmoe_megatron.eager import eager, hidden
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, ShapeError, reason_of, told_error
 from flashmoe_megatron.low_rank import NO_FACTORS
 from flashmoe_megatron.router import Router, refuse_forward_mode, refuse_second_derivative
+from flashmoe_megatron.telemetry.record import MOST_NUMBERS
 from flashmoe_megatron.weights import (
     MATRIX,
     VECTOR,
@@ -155,8 +155,8 @@ def moe_apply(
             their order depends on what else is in a rank's graph, since autograd runs the nodes
             that accumulate them as they lie in a heap; ZeRO pairs the ranks' gradients by order.
         layer: A number from 0 to 65,535 that comes back in the records of this forward and of its
-            backward; evaluation's is marked, by
-            :func:`~flashmoe_megatron.telemetry.record.launch_number`.
+            backward. What :func:`~flashmoe_megatron.telemetry.record.launch_number` makes of it
+            says more: a negative number is evaluation's.
         router: Fills ``probs`` and ``routing_map`` in, which
             :func:`~flashmoe_megatron.router.open_router` has made, in the same launch.
         after_backward: Called in backward when the backend's has been issued, before hooks on the
@@ -181,12 +181,28 @@ def moe_apply(
         ConfigError: In backward, if some rank has no backward of this call; that rank raises an
             error in its next call.
     """
-    gradients = FUSED if accumulate_into_main_grad else ORDINARY
-    if after_backward is not None or main_grads is not None:
-        gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
+    gradients = ORDINARY
     num_calls: int | None = None
     try:
         num_calls = backend.num_calls
+        if (  # no function of this package runs where classes are right
+            accumulate_into_main_grad.__class__ is not bool
+            or ordered_grads.__class__ is not bool
+            or layer.__class__ is not int
+            or not -MOST_NUMBERS <= layer < MOST_NUMBERS
+            or (after_backward is not None and not callable(after_backward))
+            or (on_saved is not None and not callable(on_saved))
+            or (main_grads is not None and not hasattr(main_grads, "begin"))
+        ):
+            check_switch("accumulate_into_main_grad", accumulate_into_main_grad)
+            check_switch("ordered_grads", ordered_grads)
+            check_number(layer)
+            _check_called(after_backward=after_backward, on_saved=on_saved)
+            _check_main_grads(main_grads)
+        if after_backward is not None or main_grads is not None:
+            gradients = Gradients(accumulate_into_main_grad, after_backward, main_grads)
+        elif accumulate_into_main_grad:
+            gradients = FUSED
         given, routing = _one_routing(probs, routing_map, topk_idx, topk_weight)
         if not torch.is_grad_enabled():
             return _evaluate(backend, x, given, routing, weights, layer=layer, router=router)
@@ -195,10 +211,10 @@ def moe_apply(
     except Exception as error:
         routes = zip(_ROUTING, (probs, routing_map, topk_idx, topk_weight), strict=True)
         tensors = {"x": x, **{name: one for name, one in routes if one is not None}}
-        check = functools.partial(_check_classes, weights, tensors, router, layer, on_saved)
+        check = functools.partial(_check_classes, weights, tensors, router)
         together = Together(backend, may_be_void=True, num_calls=num_calls)
         if not together.ends(error, check):
-            if isinstance(error, AttributeError | TypeError | struct.error):
+            if not isinstance(error, FlashMoEError):
                 check()
             raise
     if router is not None:
@@ -207,19 +223,22 @@ def moe_apply(
     return void_call(together, backend, x, of_routes, weights, gradients)
 
 
-def _check_classes(
-    weights: object,
-    tensors: Mapping[str, object],
-    router: object,
-    layer: object,
-    on_saved: object,
-) -> None:
+def _check_called(**functions: object) -> None:
+    for name, one in functions.items():
+        if one is not None and not callable(one):
+            raise ConfigError(f"{name}={one!r}: wanted a function, or None")
+
+
+def _check_main_grads(main_grads: object) -> None:
+    if main_grads is not None and not hasattr(main_grads, "begin"):
+        kind = type(main_grads).__name__
+        raise ConfigError(f"main_grads is of class {kind}: wanted a MainGrads, or None")
+
+
+def _check_classes(weights: object, tensors: Mapping[str, object], router: object) -> None:
     """Refuses arguments of a call of :func:`moe_apply` that are of another class."""
     check_kinds(weights, **tensors)
     check_class("router", router, (Router, type(None)), "what open_router gives, or None")
-    check_class("layer", layer, int, "an int")
-    if on_saved is not None and not callable(on_saved):
-        raise ConfigError(f"on_saved={on_saved!r}: wanted a function, or None")
 
 
 def _check_special(weights: ExpertWeights | SplitWeights, backend: Backend) -> None:

@@ -6,13 +6,23 @@ addresses. The values of the routing are the backends' business.
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from flashmoe_megatron.config import ALIGNMENT_BYTES, FP8_GRANULE, MoEConfig, check_class
+from flashmoe_megatron.config import (
+    ALIGNMENT_BYTES,
+    FP8_GRANULE,
+    MoEConfig,
+    check_class,
+    check_switch,
+    got,
+    is_count,
+)
 from flashmoe_megatron.errors import ConfigError, ShapeError
+from flashmoe_megatron.promise import Promise
+from flashmoe_megatron.telemetry.record import MOST_LAYERS, MOST_NUMBERS
 from flashmoe_megatron.weights import (
     MATRIX,
     VECTOR,
@@ -268,8 +278,8 @@ def check_kinds(weights: object, **tensors: object) -> None:
         **tensors: What have to be tensors, by their names.
 
     Raises:
-        ConfigError: The weights are of another class.
-        ShapeError: Something is no tensor.
+        ConfigError: The weights are of another class, or what is said of them is.
+        ShapeError: Something is no tensor, or no plain one in weights that are to be read as such.
     """
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
@@ -277,11 +287,29 @@ def check_kinds(weights: object, **tensors: object) -> None:
         "weights", weights, (ExpertWeights, SplitWeights), "an ExpertWeights or a SplitWeights"
     )
     assert isinstance(weights, ExpertWeights | SplitWeights)
+    is_plain = type(weights) is ExpertWeights
+    check: Callable[[str, Any], None] = check_readable if is_plain else check_tensor
     for field in dataclasses.fields(weights):
         value = getattr(weights, field.name)
         if isinstance(value, tuple):
             for index, one in enumerate(value):
-                check_tensor(f"{field.name}[{index}]", one)
+                check(f"{field.name}[{index}]", one)
+    check_class("promise", weights.promise, (Promise, type(None)), "a Promise, or None")
+    if isinstance(weights, ExpertWeights):
+        _check_layout(weights)
+
+
+def check_number(layer: object) -> None:
+    """Refuses what no launch can carry as its layer's number.
+
+    Raises:
+        ConfigError: It is no int, or no int32.
+    """
+    if not is_count(layer, least=-MOST_NUMBERS, most=MOST_NUMBERS - 1):
+        raise ConfigError(
+            f"{got('layer', layer)}: wanted an int, 0 to {MOST_LAYERS - 1}, or what launch_number "
+            "makes of one"
+        )
 
 
 def check_token_dtype(dtype: object) -> None:
@@ -290,7 +318,7 @@ def check_token_dtype(dtype: object) -> None:
     Raises:
         ConfigError: It is another dtype, or none, as the name of one.
     """
-    if dtype not in TOKEN_DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype {dtype!r}: wanted one of {dtype_names(TOKEN_DTYPES)}")
 
 
@@ -300,14 +328,17 @@ def check_split(config: MoEConfig, weights: ExpertWeights) -> None:
     Raises:
         ConfigError: They have none, or the weights do not say by True or False what form they have.
     """
-    for name, value in (("transposed", weights.transposed), ("split", weights.split)):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r} of weights: wanted True or False")
+    _check_layout(weights)
     if weights.split and (weights.transposed or not config.gated or config.glu_interleave):
         raise ConfigError(
             f"gate and up projections apart, with transposed={weights.transposed}, "
             f"gated={config.gated}, glu_interleave={config.glu_interleave}: wanted False, True, 0"
         )
+
+
+def _check_layout(weights: ExpertWeights) -> None:
+    for name, value in (("transposed", weights.transposed), ("split", weights.split)):
+        check_switch(name, value, " of weights")
 
 
 def check_fp8(config: MoEConfig, dtype: torch.dtype, *, transposed: bool, has_biases: bool) -> None:
@@ -318,13 +349,13 @@ def check_fp8(config: MoEConfig, dtype: torch.dtype, *, transposed: bool, has_bi
     """
     if not config.in_fp8:
         return
-    for problem, got in (
+    for is_wrong, problem in (
         (dtype != torch.bfloat16, f"weights in {dtype}: wanted bfloat16"),
         (transposed, "transposed weights: wanted [out, in]"),
         (has_biases, "biases: wanted none"),
     ):
-        if problem:
-            raise ConfigError(f"experts={config.experts!r} with {got}, or experts='bf16'")
+        if is_wrong:
+            raise ConfigError(f"experts={config.experts!r} with {problem}, or experts='bf16'")
 
 
 def check_kernel_experts(config: MoEConfig) -> None:

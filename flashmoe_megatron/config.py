@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, get_args
@@ -65,10 +65,25 @@ def check_class(name: str, value: object, kind: type | tuple[type, ...], wanted:
         raise ConfigError(f"{name} is of class {type(value).__name__}: wanted {wanted}")
 
 
+def check_switch(name: str, value: object, of: str = "") -> None:
+    """Refuses what is neither True nor False; ``of`` follows the value, as in " of weights".
+
+    Raises:
+        ConfigError: The message begins with ``name``.
+    """
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}{of}: wanted True or False")
+
+
 def nearest(name: object, names: Iterable[str], spell: Callable[[str], str] = repr) -> str:
     """Words on what an unknown name may have meant, nothing where no name is like it."""
     like = difflib.get_close_matches(str(name), names, n=1)
     return f", the nearest is {spell(like[0])}" if like else ""
+
+
+def is_word(value: object, words: Collection[str]) -> bool:
+    """Returns whether a value is one of some words; an array does not even compare with one."""
+    return isinstance(value, str) and value in words
 
 
 def is_number(value: object, *, least: float, most: float) -> bool:
@@ -204,16 +219,14 @@ class MoEConfig:
             names = ", ".join(activation.value for activation in Activation)
             raise ConfigError(f"activation={self.activation!r}: wanted one of {names}") from error
         for name in ("gated", "skip_zero_probs"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ConfigError(f"{name}={value!r}: wanted True or False")
+            check_switch(name, getattr(self, name))
         self._check_glu()
         self._check_softcaps()
         self._check_experts()
 
     def _check_experts(self) -> None:
         """Refuses what experts in FP8 cannot have, and other precisions than there are."""
-        if self.experts not in get_args(Experts):
+        if not is_word(self.experts, get_args(Experts)):
             names = ", ".join(get_args(Experts))
             raise ConfigError(f"experts={self.experts!r}: wanted one of {names}")
         if not self.in_fp8:

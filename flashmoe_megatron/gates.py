@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flashmoe_megatron.call import Together
-from flashmoe_megatron.config import MAX_TOPK, check_class, got, is_count, is_number
+from flashmoe_megatron.config import MAX_TOPK, check_class, got, is_count, is_number, is_word
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.gate_rules import (
     Choice,
@@ -209,7 +209,7 @@ class XMoEGate(Gate):
         width = xmoe_width(num_experts) if width is None else width
         if not is_count(width, least=1):
             raise ConfigError(f"{got('width', width)}: wanted an int, at least 1")
-        if activation not in ("softmax", "sigmoid"):
+        if not is_word(activation, ("softmax", "sigmoid")):
             raise ConfigError(f"activation={activation!r}: wanted one of softmax, sigmoid")
         self.activation = activation
         self.projection = _scorer(width, hidden)

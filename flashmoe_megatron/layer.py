@@ -20,15 +20,22 @@ from flashmoe_megatron.checks import (
     TOKEN_DTYPES,
     check_choices,
     check_kinds,
+    check_number,
     check_readable,
     check_router_weight,
     check_token_dtype,
     choices_problem,
     dtype_names,
 )
-from flashmoe_megatron.config import MoEConfig, check_class, check_config
+from flashmoe_megatron.config import MoEConfig, check_class, check_config, check_switch
 from flashmoe_megatron.eager import eager
-from flashmoe_megatron.errors import ConfigError, DeviceError, RoutingError, ShapeError
+from flashmoe_megatron.errors import (
+    ConfigError,
+    DeviceError,
+    FlashMoEError,
+    RoutingError,
+    ShapeError,
+)
 from flashmoe_megatron.expert_group import ExpertGroup, local_part, local_slices
 from flashmoe_megatron.options import NOT_MEASURED, BackendKind, BackendOptions
 from flashmoe_megatron.own_router import fusable_weight, logits_of
@@ -43,7 +50,7 @@ from flashmoe_megatron.select import (
     resolve_kind,
     select_backend,
 )
-from flashmoe_megatron.telemetry.record import launch_number
+from flashmoe_megatron.telemetry.record import MOST_NUMBERS, launch_number
 from flashmoe_megatron.weights import ExpertWeights, SplitWeights
 
 
@@ -77,7 +84,7 @@ def moe_forward(
         weights.
 
     Raises:
-        ConfigError: The weights or the backend are of another class.
+        ConfigError: The weights, the backend or a setting are of another class.
         ShapeError: A tensor is not what the backend was built for.
         RoutingError: An expert id is out of range or given twice for a token, or a weight is NaN;
             tells of the token where that is no number itself.
@@ -86,6 +93,15 @@ def moe_forward(
         check_readable("x", x)
         if x.dim() != 2:
             raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+        if (  # no function runs where classes are right
+            check_routing.__class__ is not bool
+            or ordered_grads.__class__ is not bool
+            or layer.__class__ is not int
+            or not -MOST_NUMBERS <= layer < MOST_NUMBERS
+        ):
+            check_switch("check_routing", check_routing)
+            check_switch("ordered_grads", ordered_grads)
+            check_number(layer)
         return _apply_choices(
             backend,
             x,
@@ -124,7 +140,9 @@ def _apply_choices(
     call = LayerCall(backend, weights, topk_idx, layer=layer)
     try:
         return apply(call, x, topk_weight, ordered_grads=ordered_grads)
-    except (AttributeError, TypeError):
+    except FlashMoEError:
+        raise
+    except Exception:
         check_kinds(weights)
         raise
 
@@ -723,8 +741,7 @@ def _check_arguments(
     check_config(config)
     check_token_dtype(dtype)
     for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r}: wanted True or False")
+        check_switch(name, value)
     if switches["fuse_router"] and not switches["router"]:
         raise ConfigError("fuse_router=True without a router: wanted router=True")
     if switches["split"] and (not config.gated or config.glu_interleave):

@@ -25,6 +25,7 @@ from flashmoe_megatron.config import (
     got,
     is_count,
     is_number,
+    is_word,
     nearest,
 )
 from flashmoe_megatron.errors import ConfigError
@@ -63,8 +64,7 @@ def one_of(choices: Collection[str]) -> Rule:
     """One word of several."""
 
     def wanted(value: Any) -> str | None:
-        is_good = isinstance(value, str) and value in choices
-        return None if is_good else f"wanted one of {', '.join(choices)}"
+        return None if is_word(value, choices) else f"wanted one of {', '.join(choices)}"
 
     return Rule(wanted, {"choices": tuple(choices)})
 
@@ -92,7 +92,7 @@ def or_auto(rule: Rule) -> Rule:
     """A number that a rule accepts, or the word "auto"."""
 
     def wanted(value: Any) -> str | None:
-        instead = None if value == "auto" else rule.wanted(value)
+        instead = None if is_word(value, ("auto",)) else rule.wanted(value)
         return f"{instead}, or in Megatron auto" if instead else None
 
     def read(text: str) -> RowBound:
@@ -145,21 +145,20 @@ def _gate() -> Rule:
     kinds = ", ".join(get_args(GateKind))
 
     def wanted(value: Any) -> str | None:
-        if isinstance(value, str) and value in FUTURE_GATES:
+        if is_word(value, FUTURE_GATES):
             return (
                 "a token's output would depend on later tokens, which no model that "
                 f"predicts the next token may see; wanted one of {kinds}, or GatedExperts of "
                 "flashmoe_megatron.gates in a program of plain PyTorch"
             )
-        is_good = isinstance(value, str) and value in get_args(GateKind)
-        return None if is_good else f"wanted one of {kinds}"
+        return None if is_word(value, get_args(GateKind)) else f"wanted one of {kinds}"
 
     return Rule(wanted, {"metavar": "GATE"})
 
 
 def _degrees() -> Rule:
     def wanted(value: Any) -> str | None:
-        if value == "auto" or read_degrees(value) is not None:
+        if is_word(value, ("auto",)) or read_degrees(value) is not None:
             return None
         return f"wanted auto, N or N,M, of numbers from 1 to {MAX_DEGREE}"
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from flashmoe_megatron.config import MoEConfig, check_class, is_number
+from flashmoe_megatron.config import MoEConfig, check_class, check_switch, is_number, is_word
 from flashmoe_megatron.errors import ConfigError, FlashMoEError
 
 Score = Literal["softmax", "sigmoid"]
@@ -39,10 +39,9 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         """Refuses what has no meaning."""
-        if self.score not in get_args(Score):
+        if not is_word(self.score, get_args(Score)):
             raise ConfigError(f"score={self.score!r}: wanted one of {', '.join(get_args(Score))}")
-        if not isinstance(self.pre_softmax, bool):
-            raise ConfigError(f"pre_softmax={self.pre_softmax!r}: wanted True or False")
+        check_switch("pre_softmax", self.pre_softmax)
         if self.pre_softmax and self.score != "softmax":
             raise ConfigError(f"pre_softmax=True with score={self.score!r}: wanted 'softmax'")
         if not is_number(self.scaling_factor, least=-_LARGEST, most=_LARGEST):

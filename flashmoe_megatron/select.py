@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import KERNEL_DTYPES, check_kernel_experts, check_token_dtype
-from flashmoe_megatron.config import MoEConfig, check_config
+from flashmoe_megatron.config import MoEConfig, check_config, is_word
 from flashmoe_megatron.errors import ConfigError, DeviceError
 from flashmoe_megatron.hosts.grid import HostGrid, arrange, host_groups, host_name
 from flashmoe_megatron.options import BackendKind, BackendOptions, make_options
@@ -411,7 +411,7 @@ def find_grid(group: dist.ProcessGroup) -> HostGrid:
 
 def check_choice(kind: str, options: dict[str, Any]) -> None:
     """Refuses an unknown kind or option of a choice that is made now and heeded later."""
-    if kind not in get_args(BackendKind):
+    if not is_word(kind, get_args(BackendKind)):
         raise ConfigError(f"backend {kind!r}: wanted one of {', '.join(get_args(BackendKind))}")
     make_options(BackendOptions, options)
 

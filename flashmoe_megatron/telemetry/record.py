@@ -12,7 +12,9 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 MOST_LAYERS = 2**16
 """Layers that a model may have: their numbers are less."""
 MOST_OWNERS = 2**15
-"""Owners that launches may have: theirs are less. Both together are an int32."""
+"""Owners that launches may have: theirs are less."""
+MOST_NUMBERS = MOST_LAYERS * MOST_OWNERS
+"""Layers of all owners. Their numbers, and those of evaluation, are the values of an int32."""
 
 
 class LaunchNumber(NamedTuple):

@@ -1,8 +1,10 @@
 """Every wrong input gets an error that names what was got and what was wanted."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from flashmoe_megatron.autograd import moe_apply
 from flashmoe_megatron.call import Backend
 from flashmoe_megatron.checks import (
     check_kernel_tensor,
+    check_kinds,
     check_split,
     check_weight_grads,
     check_weights,
@@ -23,11 +26,13 @@ from flashmoe_megatron.errors import (
     RoutingError,
     ShapeError,
 )
-from flashmoe_megatron.gates import GatedExperts, GShardGate
+from flashmoe_megatron.gates import GatedExperts, GShardGate, XMoEGate
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward, moe_router_forward
 from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.planner import plan_buffer_rows
+from flashmoe_megatron.promise import Promise
 from flashmoe_megatron.repeats import RepeatedSteps
+from flashmoe_megatron.router import RouterConfig
 from flashmoe_megatron.select import select_backend
 from flashmoe_megatron.separate.reference import ReferenceBackend
 from flashmoe_megatron.weights import ExpertWeights, SplitWeights, WeightGrad
@@ -406,6 +411,31 @@ WRONG_KINDS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a switch as a number": (lambda: layer(bias=1), "bias=1: wanted True or False"),
     "a dtype's name": (lambda: layer(dtype="bf16"), f"dtype 'bf16': {DTYPES}"),
+    "a dtype in an array": (lambda: layer(dtype=np.zeros(2)), rf"dtype array\(.*: {DTYPES}"),
+    "a precision in an array": (
+        lambda: cases.make_config(experts=np.zeros(2)),
+        r"experts=array\(.*: wanted one of bf16, fp8, fp8_dgrad",
+    ),
+    "a rule in an array": (
+        lambda: RouterConfig(score=cast(Any, np.zeros(2))),
+        r"score=array\(.*: wanted one of softmax, sigmoid",
+    ),
+    "a backend's name in an array": (
+        lambda: select_backend(cases.CONFIG, None, "cpu", kind=cast(Any, np.zeros(2))),
+        r"backend array\(.*: wanted one of auto, kernel, scheduled, reference",
+    ),
+    "a bound in an array": (
+        lambda: select_backend(cases.CONFIG, None, "cpu", row_bound=np.zeros(2)),
+        r"row_bound=array\(.*: wanted a number of at least 1",
+    ),
+    "parts in an array": (
+        lambda: select_backend(cases.CONFIG, None, "cpu", degree=np.zeros(2)),
+        r"degree=array\(.*: wanted auto, N or N,M",
+    ),
+    "an activation in an array": (
+        lambda: XMoEGate(64, 8, activation=cast(Any, np.zeros(2))),
+        r"activation=array\(.*: wanted one of softmax, sigmoid",
+    ),
     "a dtype of a backend": (
         lambda: select_backend(cases.CONFIG, None, "cpu", dtype=torch.int8),
         f"dtype torch.int8: {DTYPES}",
@@ -503,6 +533,13 @@ def of_weights(call: dict[str, Any], **changes: Any) -> object:
     return moe_apply(**{**call, "weights": with_weights(call, **changes)})
 
 
+def forward_by_choices(call: dict[str, Any], **changes: Any) -> object:
+    return moe_forward(
+        call["x"], **choice(), weights=call["weights"], backend=call["backend"], **changes
+    )
+
+
+A_NUMBER = "wanted an int, 0 to 65535, or what launch_number makes of one"
 NO_WEIGHTS = "weights is of class %s: wanted an ExpertWeights or a SplitWeights"
 OTHER_CLASSES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no backend": (given(backend=None), NOT_A_BACKEND % "NoneType"),
@@ -520,7 +557,56 @@ OTHER_CLASSES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         f"topk_weight {NO_TENSOR % 'float'}",
     ),
     "a router's name": (given(router="softmax"), "router is of class str: wanted what open_router"),
-    "a layer's name": (given(layer="first"), "layer is of class str: wanted an int"),
+    "a layer's name": (given(layer="first"), f"layer='first': {A_NUMBER}"),
+    "a layer between two": (given(layer=1.5), f"layer=1.5: {A_NUMBER}"),
+    "a layer as a switch": (given(layer=True), f"layer=True: {A_NUMBER}"),
+    "a layer in an array": (given(layer=np.arange(2)), rf"layer=array\(.*: {A_NUMBER}"),
+    "a layer that no record holds": (given(layer=2**31), f"layer=2147483648: {A_NUMBER}"),
+    "another layer that no record holds": (given(layer=-(2**31) - 1), f"layer=-.*: {A_NUMBER}"),
+    "a switch of the fusion": (
+        given(accumulate_into_main_grad="no"),
+        "accumulate_into_main_grad='no': wanted True or False",
+    ),
+    "an order": (
+        given(ordered_grads=np.zeros(2)),
+        r"ordered_grads=array\(.*: wanted True or False",
+    ),
+    "what follows a backward": (given(after_backward=3), "after_backward=3: wanted a function"),
+    "what is saved": (given(on_saved="x"), "on_saved='x': wanted a function"),
+    "main_grad as a list": (
+        given(main_grads=[]),
+        "main_grads is of class list: wanted a MainGrads",
+    ),
+    "tokens in an array": (given(x=np.zeros((6, 64))), f"x {NO_TENSOR % 'ndarray'}"),
+    "routing weights in an array": (
+        given(probs=np.zeros((6, 8))),
+        f"probs {NO_TENSOR % 'ndarray'}",
+    ),
+    "experts in an array": (
+        lambda c: of_weights(c, fc2=np.zeros((8, 64, 64))),
+        rf"fc2\[0\] {NO_TENSOR % 'ndarray'}",
+    ),
+    "sparse experts": (
+        lambda c: of_weights(c, fc2=[w.detach().to_sparse() for w in c["weights"].fc2]),
+        r"fc2\[0\] is torch.sparse_coo, wanted torch.strided",
+    ),
+    "a layout in an array": (
+        lambda c: of_weights(c, transposed=np.zeros(2)),
+        r"transposed=array\(.*of weights: wanted True or False",
+    ),
+    "halves in a tensor": (
+        lambda c: of_weights(c, split=torch.zeros(2)),
+        r"split=tensor\(.*of weights: wanted True or False",
+    ),
+    "a switch of choices": (
+        lambda c: forward_by_choices(c, check_routing="no"),
+        "check_routing='no': wanted True or False",
+    ),
+    "an order of choices": (
+        lambda c: forward_by_choices(c, ordered_grads=1),
+        "ordered_grads=1: wanted True or False",
+    ),
+    "a layer of choices": (lambda c: forward_by_choices(c, layer=1.5), f"layer=1.5: {A_NUMBER}"),
     "an fc1 that is none": (
         lambda c: of_weights(c, fc1=(*c["weights"].fc1[:7], None)),
         rf"fc1\[7\] {NO_TENSOR % 'NoneType'}",
@@ -590,6 +676,14 @@ def test_arguments_of_other_classes(name: str, backend: Backend):
         with pytest.raises(FlashMoEError, match=f"^{message}"):
             call(arguments)
         assert moe_apply(**good_for(backend)).shape == (NUM_TOKENS, 64)
+
+
+def test_a_promise_of_another_class() -> None:
+    """Only experts in FP8 ask for it, and then it is what the error is about."""
+    weights = with_weights(good())
+    check_kinds(replace(weights, promise=Promise()))
+    with pytest.raises(ConfigError, match="promise is of class str: wanted a Promise, or None"):
+        check_kinds(replace(weights, promise=cast(Any, "of mine")))
 
 
 def inputs_of_a_call() -> dict[str, Any]:
@@ -682,7 +776,7 @@ def call_with_trouble_on_rank_one(group: dist.ProcessGroup, trouble: str) -> str
     if rank == 1 and trouble == "NaN":
         bad["probs"] = nan_at(call["probs"].clone(), call["routing_map"])
     elif rank == 1:
-        bad["weights"] = None
+        bad[trouble] = None if trouble == "weights" else []
     try:
         moe_apply(backend, **bad)
     except FlashMoEError as error:
@@ -695,7 +789,9 @@ def call_with_trouble_on_rank_one(group: dist.ProcessGroup, trouble: str) -> str
     ("trouble", "message"),
     [
         ("NaN", "RoutingError: rank 1: the probability of token"),
-        ("no weights", "ConfigError: rank 1: weights is of class NoneType: wanted an Expert"),
+        ("weights", "ConfigError: rank 1: weights is of class NoneType: wanted an Expert"),
+        ("main_grads", "ConfigError: rank 1: main_grads is of class list: wanted a MainGrads"),
+        ("ordered_grads", "ConfigError: rank 1: ordered_grads=[]: wanted True or False"),
     ],
 )
 def test_what_one_rank_refuses_is_an_error_on_all(trouble: str, message: str, ranks: RankPool):

@@ -4,15 +4,17 @@ Written to be obviously right and slow. It knows all experts, has no ranks, buff
 leaves its gradients to autograd; it computes with no code of a backend's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from flashmoe_megatron.checks import check_tensor
-from flashmoe_megatron.config import Activation, check_class
-from flashmoe_megatron.errors import ShapeError
+from flashmoe_megatron.config import Activation, check_class, check_switch, got, is_count, is_number
+from flashmoe_megatron.errors import ConfigError, ShapeError
 
 FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -58,13 +60,18 @@ def moe_reference(
         dtype: Everything is computed in it, without intermediate rounding.
 
     Raises:
-        ConfigError: ``activation`` is of another class.
+        ConfigError: ``activation``, ``gated`` or ``dtype`` is of another class, or a number of a
+            gated expert has no meaning.
         ShapeError: Something is no tensor, or no sequence of tensors; or tokens or their routing
-            have another number of dimensions.
+            have other shapes than the tokens and the experts make.
     """
     check_class("activation", activation, Activation, "an Activation")
-    _check_rows(x=x, probs=probs, routing_map=routing_map)
+    check_switch("gated", gated)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r}: wanted a float dtype")
     _check_experts(fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
+    _check_rows(len(fc1), x=x, probs=probs, routing_map=routing_map)
+    _check_glu(fc1, clamp_value=clamp_value, linear_offset=linear_offset, block=glu_interleave)
     function = FUNCTIONS[activation]
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert in range(len(fc1)):
@@ -88,23 +95,54 @@ def moe_reference(
     return out
 
 
-def _check_rows(**tensors: object) -> None:
+def _check_rows(num_experts: int, **tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-        assert isinstance(tensor, torch.Tensor)
         if tensor.dim() != 2:
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, wanted two dimensions")
+    wanted = [len(tensors["x"]), num_experts]
+    for name in ("probs", "routing_map"):
+        if [*tensors[name].shape] != wanted:
+            raise ShapeError(f"{name} has shape {tuple(tensors[name].shape)}, wanted {wanted}")
+    routing_map = tensors["routing_map"]
+    if routing_map.dtype != torch.bool:
+        raise ShapeError(f"routing_map is {routing_map.dtype}, wanted {torch.bool}")
 
 
-def _check_experts(**kinds: object) -> None:
+def _check_experts(**kinds: Any) -> None:
     for name, experts in kinds.items():
-        if not isinstance(experts, Sequence | torch.Tensor):
+        is_stack = isinstance(experts, torch.Tensor) and experts.dim() > 0
+        if isinstance(experts, str) or not (isinstance(experts, Sequence) or is_stack):
             raise ShapeError(
                 f"{name} is a {type(experts).__name__}, wanted a sequence of tensors, one for each "
                 "expert"
             )
         for index, one in enumerate(experts):
             check_tensor(f"{name}[{index}]", one)
+        wanted = len(kinds["fc1"])
+        if len(experts) != wanted and (len(experts) or "bias" not in name):
+            raise ShapeError(f"{name} has {len(experts)} experts, wanted {wanted}, as fc1")
+        num_dims = 1 if "bias" in name else 2
+        for index, one in enumerate(experts):
+            if one.dim() != num_dims:
+                raise ShapeError(
+                    f"{name}[{index}] has shape {tuple(one.shape)}, wanted {num_dims} dimensions"
+                )
+
+
+def _check_glu(
+    fc1: Sequence[torch.Tensor], *, clamp_value: object, linear_offset: object, block: int
+) -> None:
+    if clamp_value is not None and not is_number(clamp_value, least=0, most=math.inf):
+        raise ConfigError(f"clamp_value={clamp_value!r}: wanted None or a number, 0 or more")
+    if not is_number(linear_offset, least=-math.inf, most=math.inf):
+        raise ConfigError(f"linear_offset={linear_offset!r}: wanted a number")
+    for index, one in enumerate(fc1):
+        if not is_count(block, least=0) or (block and one.shape[0] % (2 * block)):
+            raise ConfigError(
+                f"{got('glu_interleave', block)} with fc1[{index}] of {one.shape[0]} rows: wanted "
+                "an int, 0 or what divides half of them"
+            )
 
 
 class MismatchError(AssertionError):

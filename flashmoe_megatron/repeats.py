@@ -118,12 +118,14 @@ class Steps(Repeats, ABC):
         The step gets the same arguments again, and must leave them as they are.
 
         Raises:
-            ConfigError: Experts are on several hosts, the step changes a parameter, or a gradient
-                that is to be dropped is left.
+            ConfigError: The step is no function, experts are on several hosts, the step changes a
+                parameter, or a gradient that is to be dropped is left.
             RowBoundError: Ten steps in a row did not fit, or a repeated one did not, or its exact
                 buffers do not.
             FlashMoEError: Another error that layers have put off.
         """
+        if not callable(step):
+            raise ConfigError(f"step={step!r}: wanted a function that runs a step")
         if any(backend.within is not backend for backend in living_backends()):
             raise ConfigError(
                 "steps of experts over several hosts cannot be repeated: wanted expert-parallel "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from flashmoe_megatron.call import Backend, Given, Grads, Together, TrafficCounters
 from flashmoe_megatron.checks import check_grad_out
-from flashmoe_megatron.config import MoEConfig
+from flashmoe_megatron.config import MoEConfig, check_class
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.hooks import UNHEARD, Call, Expert, Point, of_part
 from flashmoe_megatron.hosts.grid import HostGrid
@@ -639,6 +639,19 @@ def _kernels() -> Steps:
     return KERNELS
 
 
+def how_and_where(
+    options: BackendOptions | None, device: torch.device | None
+) -> tuple[BackendOptions, torch.device]:
+    """The options and the device of a layer, by default all defaults and the CPU.
+
+    Raises:
+        ConfigError: One of them is of another class.
+    """
+    check_class("options", options, (BackendOptions, type(None)), "a BackendOptions, or None")
+    check_class("device", device, (torch.device, type(None)), "a torch.device, or None")
+    return options or BackendOptions(), device or torch.device("cpu")
+
+
 class ScheduledBackend(SeparateBackend):
     """The backend by the name "scheduled": several parts, any way between ranks, shared experts."""
 
@@ -674,7 +687,7 @@ class ScheduledBackend(SeparateBackend):
             FlashMoEError: Rows are to be copied between GPUs that cannot write into each other's
                 memory.
         """
-        options, device = options or BackendOptions(), device or torch.device("cpu")
+        options, device = how_and_where(options, device)
         if options.filled_slots:
             raise ConfigError(
                 f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "

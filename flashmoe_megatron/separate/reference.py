@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from flashmoe_megatron.call import TrafficCounters
 from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.replicas.policy import check_slots, plan_replicas
 from flashmoe_megatron.separate.agreement import ranks_of
-from flashmoe_megatron.separate.backend import SeparateBackend
+from flashmoe_megatron.separate.backend import SeparateBackend, how_and_where
 from flashmoe_megatron.separate.exchange import Exchange
 from flashmoe_megatron.separate.plan import Routes, rows_of_experts
 from flashmoe_megatron.separate.records import IN_TURN
@@ -56,10 +57,13 @@ class ReferenceBackend(SeparateBackend):
             planner: Plans replicas in place of the options' policy; the same on every rank.
 
         Raises:
-            ConfigError: The group's size is not ``config.num_ranks``, or a rank cannot have the
-                spare slots.
+            ConfigError: The group's size is not ``config.num_ranks``, a rank cannot have the spare
+                slots, or an argument is of another class.
         """
-        options, ranks = options or BackendOptions(), ranks_of(config, group)
+        options, device = how_and_where(options, device)
+        if planner is not None and not callable(planner):
+            raise ConfigError(f"planner={planner!r}: wanted a function, or None")
+        ranks = ranks_of(config, group)
         spare_slots = options.filled_slots
         check_slots(config, spare_slots, options.placement)
         if planner is None and spare_slots:
@@ -72,7 +76,7 @@ class ReferenceBackend(SeparateBackend):
             ranks,
             Exchange(ranks, TrafficCounters(), torch.device("cpu")),  # no stream of its own
             options=options,
-            device=device or torch.device("cpu"),
+            device=device,
             moments=IN_TURN,
             replicas=None if planner is None else Replicas(config, spare_slots, planner),
             takes_split=not spare_slots,

@@ -490,6 +490,66 @@ WRONG_KINDS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: moe_reference(**of_the_oracle(fc1=(None,))),
         rf"fc1\[0\] {NO_TENSOR % 'NoneType'}",
     ),
+    "an oracle's experts in a word": (
+        lambda: moe_reference(**of_the_oracle(fc1="fc1")),
+        "fc1 is a str, wanted a sequence of tensors",
+    ),
+    "an oracle without experts": (
+        lambda: moe_reference(**of_the_oracle(fc1=())),
+        "fc2 has 8 experts, wanted 0, as fc1",
+    ),
+    "an oracle's experts in a matrix": (
+        lambda: moe_reference(**of_the_oracle(fc1=torch.zeros(8, 64))),
+        r"fc1\[0\] has shape \(64,\), wanted 2 dimensions",
+    ),
+    "too few biases of an oracle": (
+        lambda: moe_reference(**of_the_oracle(fc2_bias=torch.zeros(7, 64))),
+        "fc2_bias has 7 experts, wanted 8, as fc1",
+    ),
+    "an oracle's map of more experts": (
+        lambda: moe_reference(**of_the_oracle(routing_map=torch.ones(NUM_TOKENS, 9).bool())),
+        r"routing_map has shape \(6, 9\), wanted \[6, 8\]",
+    ),
+    "an oracle's map of floats": (
+        lambda: moe_reference(**of_the_oracle(routing_map=torch.ones(NUM_TOKENS, 8))),
+        "routing_map is torch.float32, wanted torch.bool",
+    ),
+    "an oracle's gate": (
+        lambda: moe_reference(**of_the_oracle(gated="no")),
+        "gated='no': wanted True or False",
+    ),
+    "an oracle's dtype": (
+        lambda: moe_reference(**of_the_oracle(dtype=torch.int64)),
+        "dtype torch.int64: wanted a float dtype",
+    ),
+    "an oracle's clamp": (
+        lambda: moe_reference(**of_the_oracle(clamp_value=-1)),
+        "clamp_value=-1: wanted None or a number, 0 or more",
+    ),
+    "an oracle's offset": (
+        lambda: moe_reference(**of_the_oracle(linear_offset=float("nan"))),
+        "linear_offset=nan: wanted a number",
+    ),
+    "an oracle's blocks": (
+        lambda: moe_reference(**of_the_oracle(glu_interleave=-1)),
+        r"glu_interleave=-1 with fc1\[0\] of 128 rows: wanted an int, 0 or what divides half",
+    ),
+    "a reference's options": (
+        lambda: ReferenceBackend(cases.CONFIG, options=cast(Any, {})),
+        "options is of class dict: wanted a BackendOptions, or None",
+    ),
+    "a reference's device": (
+        lambda: ReferenceBackend(cases.CONFIG, device=cast(Any, "cpu")),
+        "device is of class str: wanted a torch.device, or None",
+    ),
+    "a reference's planner": (
+        lambda: ReferenceBackend(cases.CONFIG, planner=cast(Any, "popular")),
+        "planner='popular': wanted a function, or None",
+    ),
+    "a step that is none": (
+        lambda: RepeatedSteps(layer(), lambda: None).run(cast(Any, None)),
+        "step=None: wanted a function that runs a step",
+    ),
     "tokens of a router's own": (
         lambda: layer(router=True).route(cast(Any, None)),
         f"tokens {NO_TENSOR % 'NoneType'}",

@@ -84,9 +84,7 @@ def check_tokens(
     ):
         return
     # Nothing may be wrong, since an empty tensor can be anywhere.
-    check_readable("x", x)
-    if x.dim() != 2 or x.shape[1] != config.hidden:
-        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
+    check_rows(config, x)
     if x.dtype != dtype:
         raise ShapeError(
             f"x is {x.dtype}, wanted {dtype}, the dtype of the experts' weights{_autocast_hint(x)}"
@@ -111,6 +109,18 @@ def check_tokens(
         if tensor.dtype not in dtypes:
             raise ShapeError(f"{name} is {tensor.dtype}, wanted {dtype_names(dtypes)}")
         _check_placement(name, tensor, device)
+
+
+def check_rows(config: MoEConfig, x: torch.Tensor) -> None:
+    """Refuses tokens that are no plain array ``[num_tokens, hidden]``, whatever their dtype.
+
+    Raises:
+        ShapeError: They have another shape; or see :func:`check_readable`.
+    """
+    if type(x) is not torch.Tensor or x.layout != torch.strided or x.is_meta:  # in every call
+        check_readable("x", x)
+    if x.dim() != 2 or x.shape[1] != config.hidden:
+        raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, {config.hidden}]")
 
 
 def check_choices_dtype(topk_idx: torch.Tensor) -> None:

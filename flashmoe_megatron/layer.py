@@ -23,6 +23,7 @@ from flashmoe_megatron.checks import (
     check_number,
     check_readable,
     check_router_weight,
+    check_rows,
     check_token_dtype,
     choices_problem,
     dtype_names,
@@ -90,9 +91,7 @@ def moe_forward(
             tells of the token where that is no number itself.
     """
     with Together(backend, may_be_void=True) as together:
-        check_readable("x", x)
-        if x.dim() != 2:
-            raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
+        check_rows(backend.config, x)
         if (  # no function runs where classes are right
             check_routing.__class__ is not bool
             or ordered_grads.__class__ is not bool
@@ -196,10 +195,8 @@ def moe_router_forward(
         FlashMoEError: In backward, if logits or map were changed in place.
     """
     with Together(backend, may_be_void=True) as together:
-        check_readable("x", x)
-        if x.dim() != 2:
-            raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [num_tokens, hidden]")
         config = backend.config
+        check_rows(config, x)
         check_router_weight(config, x, router_weight)
         router = RouterConfig() if router is None else router
         probs, logits, opened = open_router(config, x, router_weight, router)

@@ -224,9 +224,7 @@ def test_bad_calls(args, error, message):
 def test_moe_forward_wants_two_dimensions():
     layer = make_layer()
     idx, weight = make_choice(4)
-    with pytest.raises(
-        ShapeError, match=r"x has shape \(2, 2, 64\), wanted \[num_tokens, hidden\]"
-    ):
+    with pytest.raises(ShapeError, match=r"x has shape \(2, 2, 64\), wanted \[num_tokens, 64\]"):
         moe_forward(torch.zeros(2, 2, 64), idx, weight, None, backend=layer.backend)
 
 

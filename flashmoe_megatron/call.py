@@ -17,6 +17,7 @@ from flashmoe_megatron.attempts import ATTEMPTS
 from flashmoe_megatron.checks import (
     check_kinds,
     check_readable,
+    check_tensor,
     check_tokens,
     check_weight_grads,
     check_weights,
@@ -419,11 +420,27 @@ class Backend(OfGroup, ABC):
         """Returns where a backward writes, and whether that stays unread as it cannot be right."""
         try:
             check_weight_grads(weights, grads)
-        except ShapeError as error:
+        except (AttributeError, TypeError, ShapeError) as error:
+            return self._for_nobody(self._unusable(error, grads), weights, grads), True
+        return grads, False
+
+    def _unusable(self, error: Exception, grads: Grads) -> ShapeError:
+        """Returns what is wrong with gradients that a backward has failed to take.
+
+        Raises:
+            ShapeError: The same, where no other rank waits for this one.
+            Exception: What the backward has failed with, if that is about something else.
+        """
+        try:  # asked once there is an error, for a backward's launch would wait for it
+            for grad in filter(None, itertools.chain(*grads)):
+                check_tensor("the buffer of a weight gradient", grad.buffer)
+        except ShapeError as better:
             if self._is_alone:
                 raise
-            return self._for_nobody(error, weights, grads), True
-        return grads, False
+            return better
+        if self._is_alone or not isinstance(error, ShapeError):
+            raise error
+        return error
 
     def _for_nobody(self, error: FlashMoEError, weights: ExpertWeights, grads: Grads) -> Grads:
         """Puts an error off, and fills the gradients with NaN.
@@ -432,7 +449,7 @@ class Backend(OfGroup, ABC):
         """
         self.put_off(error)
         for grad in itertools.chain(*grads):
-            if grad is not None:
+            if grad is not None and isinstance(grad.buffer, torch.Tensor):
                 grad.buffer.fill_(torch.nan)
         kinds = (weights.fc1, weights.fc2, weights.fc1_bias, weights.fc2_bias)
         unread = []

@@ -21,7 +21,7 @@ from flashmoe_megatron.eager import eager
 from flashmoe_megatron.errors import ConfigError
 from flashmoe_megatron.expert_group import local_part
 from flashmoe_megatron.layer import PREPARE, RANK_BUFFER, FlashMoELayer
-from flashmoe_megatron.ranks import OfGroup, Ranks
+from flashmoe_megatron.ranks import OfGroup, Ranks, check_member
 
 
 def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -55,13 +55,14 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
 
     Raises:
         ConfigError: There is no process group, ranks have other layers, or the expert-parallel
-            groups do not divide the ranks evenly.
+            groups do not divide the ranks evenly. The group has not this rank: on this rank alone.
     """
     layers = list(_spread_layers(model))
     if not dist.is_initialized():
         raise ConfigError(
             "there is no process group: wanted torch.distributed.init_process_group before this"
         )
+    check_member(group)
     ignored = [name for name, _ in expert_parameters(model)]
     ignored += [f"{name}.{RANK_BUFFER}" if name else RANK_BUFFER for name, _ in layers]
     ignored += [name for name in getattr(model, _IGNORED, ()) if name not in ignored]
@@ -72,7 +73,7 @@ def prepare_for_ddp(model: nn.Module, group: dist.ProcessGroup | None = None) ->
     for _, layer in layers:
         if not _reducers_of(layer):
             by_ranks[layer.expert_group.ranks].append(layer)
-    group = group or dist.distributed_c10d._get_default_group()
+    group = dist.distributed_c10d._get_default_group() if group is None else group
     for ranks, replicas in _make_replica_groups(list(by_ranks), group).items():
         _Reducer(by_ranks[ranks], replicas)
     for reducer in {hook for _, layer in layers for hook in _reducers_of(layer)}:

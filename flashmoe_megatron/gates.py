@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from flashmoe_megatron.call import Together
-from flashmoe_megatron.config import MAX_TOPK, check_class, got, is_count, is_number, is_word
+from flashmoe_megatron.checks import check_tensor
+from flashmoe_megatron.config import (
+    MAX_TOPK,
+    check_class,
+    check_switch,
+    got,
+    is_count,
+    is_number,
+    is_word,
+)
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.gate_rules import (
     Choice,
@@ -132,6 +141,7 @@ class GShardGate(Gate):
         capacity_factor: An expert takes ``ceil(2 * tokens * factor / experts)`` rows of a rank;
             ``None`` for any number.
         random_second: Whether second choices are tried at random while training.
+        generator: Draws these numbers, by default torch's own of the tokens' device.
     """
 
     def __init__(
@@ -146,6 +156,9 @@ class GShardGate(Gate):
         super().__init__(hidden, num_experts, 2)
         if capacity_factor is not None:
             _check_factor("capacity_factor", capacity_factor)
+        check_switch("random_second", random_second)
+        kinds = (torch.Generator, type(None))
+        check_class("generator", generator, kinds, "a torch.Generator, or None")
         self.capacity_factor, self.random_second = capacity_factor, random_second
         self.generator = generator
         self.weight = _scorer(num_experts, hidden)
@@ -372,7 +385,8 @@ class GatedExperts(nn.Module):
         layer = _within(self.layer, FlashMoELayer)
         assert layer is not None
         with Together(layer.backend):
-            if x.dim() < 2:
+            if not isinstance(x, torch.Tensor) or x.dim() < 2:
+                check_tensor("x", x)
                 raise ShapeError(f"x has shape {tuple(x.shape)}, wanted [..., tokens, hidden]")
             width = x.shape[-1]
             is_soft = _within(self.gate, SoftMoEGate) is not None and x.dim() > 2

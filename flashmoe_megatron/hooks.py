@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from flashmoe_megatron.config import TILE_M, MoEConfig
+from flashmoe_megatron.config import TILE_M, MoEConfig, is_word
 from flashmoe_megatron.errors import ConfigError, ShapeError
 from flashmoe_megatron.telemetry.record import Direction, read_launch_number
 
@@ -239,10 +239,13 @@ class Hooks:
             Its ``remove()`` takes the hook away.
 
         Raises:
-            ConfigError: There is no such stage, or the backend cannot call hooks there.
+            ConfigError: There is no such stage, the hook is no function, or the backend cannot call
+                hooks there.
         """
         _check_choice("when", when, get_args(When))
         _check_choice("stage", stage, get_args(Stage))
+        if not callable(hook):
+            raise ConfigError(f"hook={hook!r} {when} {stage}: wanted a function")
         reason = self._reach.refused.get((when, stage))
         if reason is not None:
             raise ConfigError(f"a hook {when} {stage}: {reason}")
@@ -369,7 +372,7 @@ def _version(rows: torch.Tensor) -> int:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not is_word(value, choices):
         raise ConfigError(f"{name}={value!r} of a hook: wanted one of {', '.join(choices)}")
 
 

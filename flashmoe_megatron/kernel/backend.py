@@ -682,10 +682,8 @@ class KernelBackend(Backend):
             try:
                 written, table = self._use_grads(grads, problem)
                 is_void = False
-            except ShapeError as error:
-                if self._is_alone:
-                    raise
-                unread = self._for_nobody(error, weights, grads)
+            except (AttributeError, TypeError, ShapeError) as error:
+                unread = self._for_nobody(self._unusable(error, grads), weights, grads)
                 written, table = self._use_grads(unread, problem)
                 is_void = True
         except BaseException:

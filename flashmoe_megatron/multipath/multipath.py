@@ -9,7 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from flashmoe_megatron.config import DEFAULT_TIMEOUT, MAX_TIMEOUT, MIN_TIMEOUT, is_number
+from flashmoe_megatron.config import (
+    DEFAULT_TIMEOUT,
+    MAX_TIMEOUT,
+    MIN_TIMEOUT,
+    check_class,
+    is_number,
+    is_word,
+)
 from flashmoe_megatron.ending import EndsWithGroup, ends_with
 from flashmoe_megatron.errors import (
     ConfigError,
@@ -88,7 +95,8 @@ class Multipath(EndsWithGroup):
             were asked for by name.
 
     Raises:
-        ConfigError: The group or a link's name is of no use, or ranks differ in ``watch``.
+        ConfigError: The group, the device or a link's name is of no use, or ranks differ in
+            ``watch``.
         FlashMoEError: A link cannot be made.
     """
 
@@ -109,6 +117,7 @@ class Multipath(EndsWithGroup):
                 f"watch is {watch!r}: wanted None, or seconds above 0, {MIN_TIMEOUT:g} to "
                 f"{MAX_TIMEOUT:g}"
             )
+        check_class("device", device, (torch.device, type(None)), "a torch.device, or None")
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.device = torch.device("cuda", index_of(device)) if device.type == "cuda" else device
         self.min_bytes = min_bytes
@@ -531,7 +540,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _check_op(op: object) -> None:
-    if op not in get_args(Reduction):
+    if not is_word(op, get_args(Reduction)):
         raise ConfigError(f"op is {op!r}, wanted one of {', '.join(get_args(Reduction))}")
 
 

@@ -27,7 +27,9 @@ from flashmoe_megatron.errors import (
     ShapeError,
 )
 from flashmoe_megatron.gates import GatedExperts, GShardGate, XMoEGate
+from flashmoe_megatron.hooks import Hooks
 from flashmoe_megatron.layer import FlashMoELayer, moe_forward, moe_router_forward
+from flashmoe_megatron.multipath import Multipath
 from flashmoe_megatron.oracle import moe_reference
 from flashmoe_megatron.planner import plan_buffer_rows
 from flashmoe_megatron.promise import Promise
@@ -461,6 +463,30 @@ WRONG_KINDS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: GatedExperts(cast(Any, "gshard"), layer()),
         "gate is of class str: wanted a Gate of flashmoe_megatron.gates",
     ),
+    "a gate's switch": (
+        lambda: GShardGate(64, 8, random_second=cast(Any, "no")),
+        "random_second='no': wanted True or False",
+    ),
+    "a gate's draws": (
+        lambda: GShardGate(64, 8, generator=cast(Any, 3)),
+        "generator is of class int: wanted a torch.Generator, or None",
+    ),
+    "tokens of a gate": (
+        lambda: GatedExperts(GShardGate(64, 8), layer())(cast(Any, None)),
+        f"x {NO_TENSOR % 'NoneType'}",
+    ),
+    "a hook": (
+        lambda: Hooks().add("after", "gate", cast(Any, "print")),
+        "hook='print' after gate: wanted a function",
+    ),
+    "a stage in an array": (
+        lambda: Hooks().add("after", cast(Any, np.zeros(2)), print),
+        r"stage=array\(.* of a hook: wanted one of gate, capacity",
+    ),
+    "a device of links": (
+        lambda: Multipath(device=cast(Any, "cpu")),
+        "device is of class str: wanted a torch.device, or None",
+    ),
     "a gate's layer": (
         lambda: GatedExperts(GShardGate(64, 8), cast(Any, torch.nn.Linear(64, 8))),
         "layer is of class Linear: wanted a FlashMoELayer",
@@ -744,6 +770,19 @@ def test_a_promise_of_another_class() -> None:
     check_kinds(replace(weights, promise=Promise()))
     with pytest.raises(ConfigError, match="promise is of class str: wanted a Promise, or None"):
         check_kinds(replace(weights, promise=cast(Any, "of mine")))
+
+
+@pytest.mark.parametrize("kind", [np.zeros, list])
+def test_a_main_grad_of_another_class(kind: Callable[[Any], object], backend: Backend) -> None:
+    """The backward says so; the backend lives."""
+    call = good_for(backend)
+    for weight in (*call["weights"].fc1, *call["weights"].fc2):
+        weight.requires_grad_().main_grad = kind(tuple(weight.shape))
+    out = moe_apply(**call, accumulate_into_main_grad=True)
+    wanted = "^the buffer of a weight gradient is a (ndarray|list), wanted a torch.Tensor"
+    with pytest.raises(ShapeError, match=wanted):
+        out.sum().backward()
+    assert moe_apply(**good_for(backend)).shape == (NUM_TOKENS, 64)
 
 
 def inputs_of_a_call() -> dict[str, Any]:

@@ -24,12 +24,12 @@ class AdaptedWeights(ExpertWeights):
     experts share, as one stack, or as one matrix for each. A projection without additions has none.
 
     Attributes:
-        fc1_down: The first factors of additions to fc1.
-        fc1_up: The second ones.
-        fc2_down: Likewise for fc2.
-        fc2_up: Likewise.
+        fc1_down: The factors of additions to fc1 that multiply its inputs.
+        fc1_up: The factors that make fc1's outputs of these products.
+        fc2_down: The factors of additions to fc2 that multiply its inputs.
+        fc2_up: The factors that make fc2's outputs of these products.
         fc1_scale: Multiplies the products of fc1's factors.
-        fc2_scale: Likewise for fc2.
+        fc2_scale: Multiplies the products of fc2's factors.
     """
 
     fc1_down: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)

@@ -125,8 +125,8 @@ class NaNResult:
     Attributes:
         saved: What the backend's backward needs for no tokens, ``None`` if it is put off.
         reason: From :func:`~flashmoe_megatron.errors.reason_of`.
-        probs_shape: The probabilities', and so their gradient's.
-        probs_dtype: Theirs.
+        probs_shape: The shape of the probabilities, and so of their gradient.
+        probs_dtype: The dtype of the probabilities, and so of their gradient.
     """
 
     saved: Any
@@ -179,7 +179,7 @@ class Backend(OfGroup, ABC):
     spare_slots: int = 0
     """Places of each rank for replicas of other ranks' experts, that are filled."""
     host_slots: int = 0
-    """The same of other hosts' experts."""
+    """Places of each rank for experts of other hosts, that are filled."""
     num_hosts: int = 1
     """Hosts of the group, as many ranks on each."""
     kind: ClassVar[str] = ""

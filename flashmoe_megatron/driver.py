@@ -128,7 +128,7 @@ def register(address: int, nbytes: int) -> int:
 
 
 def unregister(address: int) -> None:
-    """Ends that."""
+    """Unpins the host memory at an address that :func:`register` was given."""
     _call("cuMemHostUnregister", address)
 
 
@@ -186,7 +186,7 @@ def map_shared(handle: bytes) -> int:
 
 
 def unmap(address: int) -> None:
-    """Ends that."""
+    """Unmaps what :func:`map_shared` has mapped at an address."""
     _call("cuIpcCloseMemHandle", address)
 
 

@@ -22,8 +22,8 @@ from flashmoe_megatron.torch_groups import is_destroyed
 logger = logging.getLogger("flashmoe_megatron")
 
 PATIENCE_S = 10.0
-"""So long the destruction of a group waits for other ranks' to begin. What is not free by then is
-freed in a later call, for they may be as late as they like."""
+"""Seconds that the destruction of a group waits until other ranks destroy it, too. What is not free
+by then is freed in a later call, since these ranks may be as late as they like."""
 _PAUSE_S = 1e-3
 
 

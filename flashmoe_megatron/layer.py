@@ -77,8 +77,9 @@ def moe_forward(
         weights: The local experts.
         backend: From :func:`~flashmoe_megatron.select.select_backend`.
         check_routing: Look at the values of the routing first, which makes the host wait for a GPU.
-        ordered_grads: See :func:`~flashmoe_megatron.autograd.moe_apply`.
-        layer: Likewise.
+        ordered_grads: Give the parameters their gradients in reverse order of ``weights``; see
+            :func:`~flashmoe_megatron.autograd.moe_apply`.
+        layer: The number that comes back in the records of this call; see the same function.
 
     Returns:
         ``[num_tokens, hidden]`` in ``x.dtype``, differentiable in ``x``, ``topk_weight`` and the
@@ -180,13 +181,14 @@ def moe_router_forward(
     with ``--moe-router-dtype fp32``. The other tensors of the result are for auxiliary losses.
 
     Args:
-        x: As in :func:`moe_forward`.
+        x: ``[num_tokens, hidden]``, contiguous, 16-byte aligned.
         router_weight: ``[num_experts, hidden]``, contiguous, in the dtype of ``x``.
-        weights: As in :func:`moe_forward`, and so are the other arguments.
-        backend: Likewise.
+        weights: The local experts.
+        backend: From :func:`~flashmoe_megatron.select.select_backend`.
         router: How a token chooses its ``topk`` experts; by default softmax over their logits.
-        ordered_grads: Likewise.
-        layer: Likewise.
+        ordered_grads: Give the parameters their gradients in reverse order of ``weights``; see
+            :func:`~flashmoe_megatron.autograd.moe_apply`.
+        layer: The number that comes back in the records of this call; see the same function.
 
     Raises:
         ConfigError: The weights, the backend or the router are of another class.

@@ -441,8 +441,8 @@ def fetch_cost(config: MoEConfig, *, element_bytes: int = 2) -> float:
 def choose_keep(keep: KeepOption, config: MoEConfig, *, reads_tokens: bool = False) -> Keep:
     """Returns what a forward keeps: the given choice or, with "auto", the choice by sizes.
 
-    "preactivations" if backwards read tokens, or if :func:`fetch_cost` is at most
-    ``MOST_FETCH_COST``; else "all". Rows have ``topk`` times as many bytes as tokens, as
+    By sizes it is "preactivations" if backwards read tokens, or if :func:`fetch_cost` is at most
+    ``MOST_FETCH_COST``; else it is "all". Rows have ``topk`` times as many bytes as tokens, as
     :func:`kept_bytes` counts both, and a backward that reads tokens copies them while its products
     run: on an H200 both directions take 0.2 to 1.2 % more time than with kept rows, where it was
     measured (tools/bench/results/2026-11-h200-1x.md, "Tokens of wide experts").

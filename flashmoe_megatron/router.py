@@ -72,9 +72,12 @@ class Router:
     """The fused router in one call of a layer: what it is to compute, and where that goes.
 
     Attributes:
-        logits: ``[num_tokens, num_experts]`` float32 (float64 if the tokens are), ``x @ weight.T``;
-            written by the layer's forward, as the two below.
-        probs: Like ``logits``, 0 where not chosen.
+        config: How a token chooses.
+        weight: ``[num_experts, hidden]`` in the dtype of the tokens.
+        logits: ``[num_tokens, num_experts]`` float32 (float64 if the tokens are), ``x @ weight.T``.
+            The layer's forward writes these, the probabilities and the map.
+        probs: ``[num_tokens, num_experts]`` in the dtype of the logits, 0 where not chosen.
+        routing_map: ``[num_tokens, num_experts]`` bool, the experts that each token has chosen.
         versions: Autograd's versions of logits and map once they are filled in, since the gradient
             is computed from them.
     """

@@ -162,7 +162,8 @@ class SplitWeights(Tensors):
     Attributes:
         gate: ``[intermediate, hidden]`` or ``[num_experts, intermediate, hidden]`` tensors, all
             local experts in order.
-        up: Likewise.
+        up: ``[intermediate, hidden]`` or ``[num_experts, intermediate, hidden]`` tensors, each as
+            its gate is.
         down: ``[hidden, intermediate]`` or ``[num_experts, hidden, intermediate]`` tensors.
     """
 

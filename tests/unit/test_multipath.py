@@ -7,7 +7,6 @@ import os
 import random
 import re
 import resource
-import sys
 import time
 import weakref
 from collections import Counter
@@ -826,7 +825,7 @@ def test_the_bench_does_not_wait_for_a_pacer_that_cannot_come() -> None:
     memory = SharedMemory.create(4096)
     context = multiprocessing.get_context("spawn")
     for target, argument, limit_s, told in (
-        (sys.exit, 3, 60, "ended with status 3 before it was ready"),
+        (os._exit, 3, 60, "ended with status 3 before it was ready"),
         (time.sleep, 600, 0.1, r"not ready after 0\.1 s"),
     ):
         process = context.Process(target=target, args=(argument,), daemon=True)

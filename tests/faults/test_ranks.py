@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import PATIENCE_S
+from tests.ending.stand_in import FORKED_FROM
 from tests.faults.jobs import run_job
 from tests.faults.worker import CASES
 
@@ -13,8 +14,9 @@ NUM_RANKS = 3
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_faults(case: str, tmp_path: Path):
-    job = run_job("tests.faults.worker", case, NUM_RANKS, tmp_path, timeout_s=PATIENCE_S)
+def test_faults(case: str, tmp_path: Path, with_torch: Path):
+    how = {"timeout_s": PATIENCE_S, FORKED_FROM: str(with_torch)}
+    job = run_job("tests.faults.worker", case, NUM_RANKS, tmp_path, **how)
     living = range(NUM_RANKS)
     if case.startswith("killed"):
         living = range(NUM_RANKS - 1)

@@ -17,7 +17,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any
 
 ANSWER_BYTES = 64
@@ -114,43 +113,6 @@ class ForkServer:
         if not answer:
             raise RuntimeError(f"the server of {self._modules} has ended; stderr says why")
         return int(answer)
-
-
-def run_program(
-    server: ForkServer, code: str, folder: Path, timeout_s: float, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` as the main module of a process that has what the server has imported.
-
-    Args:
-        server: One that has not imported what the program has to import itself.
-        code: Python's text.
-        folder: Where the output is kept.
-        timeout_s: After which the process is killed.
-        **environment: Variables that the program has besides.
-
-    Raises:
-        subprocess.TimeoutExpired: It did not end in time.
-    """
-    paths = folder / "stdout", folder / "stderr"
-    process, pipe = server.fork(_run_program, code, environment, *map(str, paths))
-    with pipe:
-        process.join(timeout_s)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise subprocess.TimeoutExpired(code, timeout_s)
-    return subprocess.CompletedProcess(
-        code, process.exitcode, *(path.read_text() for path in paths)
-    )
-
-
-def _run_program(pipe: Connection, code: str, environment: dict[str, str], *paths: str) -> None:
-    for standard, path in enumerate(paths, 1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, standard)
-        os.close(file)
-    os.environ.update(environment)
-    exec(compile(code, "program", "exec"), {"__name__": "__main__"})
 
 
 def _serve(control: socket.socket, imposed: dict[str, str]) -> None:

@@ -24,13 +24,6 @@ def servers() -> Iterator[list[ForkServer]]:
         ]
 
 
-@pytest.fixture(scope="package")
-def without_megatron() -> Iterator[ForkServer]:
-    """A process that has imported all that Megatron imports, and neither it nor the package."""
-    with contextlib.closing(ForkServer("tests.megatron.without_megatron")) as server:
-        yield server
-
-
 @pytest.fixture(scope="session")
 def megatron_lm() -> Path:
     """The checkout of Megatron-LM, which has the stock training scripts and NVIDIA's tests."""

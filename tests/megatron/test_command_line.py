@@ -22,8 +22,8 @@ from flashmoe_megatron.adapters.megatron.settings import (
 from flashmoe_megatron.config import MAX_TIMEOUT
 from flashmoe_megatron.errors import ConfigError, FlashMoEError, original_of
 from flashmoe_megatron.options import options_of
+from tests import programs
 from tests.distributed import PATIENCE_S
-from tests.forks import ForkServer, run_program
 from tests.megatron.harness import megatron_parser
 
 
@@ -308,11 +308,9 @@ print(hasattr(MoELayer.dispatch, "_flashmoe_original"))
     ("values", "answer"),
     [(("1",), "True"), (("yes",), "True"), (("TRUE", "on"), "True"), (("0", "", "off"), "False")],
 )
-def test_autoload_is_opt_in(
-    values: tuple[str, ...], answer: str, without_megatron: ForkServer, tmp_path: Path
-) -> None:
+def test_autoload_is_opt_in(values: tuple[str, ...], answer: str, with_megatron: Path) -> None:
     program = AUTOLOAD.format(values=values)
-    done = run_program(without_megatron, program, tmp_path, PATIENCE_S, FLASHMOE_AUTOLOAD="")
+    done = programs.run_python("-c", program, forked_from=with_megatron, FLASHMOE_AUTOLOAD="")
     assert done.stdout.strip() == answer, done.stderr
 
 
@@ -333,11 +331,11 @@ except ConfigError as error:
     ("environment", "lines"), [({}, 1), ({"RANK": "1"}, 0), ({"TORCHELASTIC_RUN_ID": "1"}, 0)]
 )
 def test_autoload_refuses_other_values_at_the_first_layer(
-    environment: dict[str, str], lines: int, without_megatron: ForkServer, tmp_path: Path
+    environment: dict[str, str], lines: int, with_megatron: Path
 ) -> None:
     sentence = "FLASHMOE_AUTOLOAD='please': wanted 1, yes, true, on to install flashmoe, or 0"
     wrong = {"FLASHMOE_AUTOLOAD": "please", **environment}
-    done = run_program(without_megatron, REFUSED, tmp_path, PATIENCE_S, **wrong)
+    done = programs.run_python("-c", REFUSED, forked_from=with_megatron, **wrong)
     assert done.stdout.strip() == sentence, done.stderr
     assert done.stderr.count(sentence) == lines
 
@@ -351,9 +349,9 @@ print("kept")
 """
 
 
-def test_built_dataset_helpers_are_kept(without_megatron: ForkServer, tmp_path: Path) -> None:
+def test_built_dataset_helpers_are_kept(with_megatron: Path) -> None:
     """A wheel has no Makefile: stock Megatron would end the process here."""
-    done = run_program(without_megatron, HELPERS, tmp_path, PATIENCE_S)
+    done = programs.run_python("-c", HELPERS, forked_from=with_megatron)
     assert done.stdout.strip() == "kept", done.stderr
 
 

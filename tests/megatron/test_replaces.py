@@ -35,7 +35,6 @@ from flashmoe_megatron.adapters.megatron.schedule import patch_schedule
 from flashmoe_megatron.doctor.installed import environment
 from flashmoe_megatron.errors import ConfigError
 from tests.distributed import PATIENCE_S, RankPool
-from tests.forks import ForkServer, run_program
 from tests.megatron import recipes
 from tests.megatron.harness import (
     MEGATRON,
@@ -414,10 +413,9 @@ except AssertionError as error:
     ids=str,
 )
 def test_the_variable_implies_autoload(
-    environment: dict[str, str], said: list[str], without_megatron: ForkServer, tmp_path: Path
+    environment: dict[str, str], said: list[str], with_megatron: Path
 ) -> None:
-    ran = run_program(without_megatron, AUTOLOAD, tmp_path, PATIENCE_S, **environment)
-    assert ran.returncode == 0, ran.stderr
+    ran = run_python("-c", AUTOLOAD, forked_from=with_megatron, **environment)
     assert ran.stdout.splitlines() == said
 
 

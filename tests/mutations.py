@@ -73,7 +73,7 @@ MUTATIONS = (
         "KernelBackend._keeps_rows",
         "if given.gives_rows:",
         "if False:",
-        "tests/unit/test_kept_rows.py::test_rows_for_factors_are_kept[auto]",
+        "tests/unit/test_kept_rows.py::test_rows_for_factors_are_kept[narrow-auto]",
         on_gpu="tests/gpu/test_adapted.py::test_sums_and_their_factors_gradients[auto-stack-stack]",
     ),
     Mutation(

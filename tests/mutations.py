@@ -2267,6 +2267,8 @@ def judge(
         file.write_text(sources.texts[file])
     is_skipped = " passed" not in done.stdout and " skipped" in done.stdout
     outcome = {FAILED: "caught", PASSED: "missed"}.get(done.returncode, "broken")
+    if " failed in " in done.stdout:  # also if ranks that hang have then aborted the process
+        outcome = "caught"
     return "broken" if outcome == "missed" and is_skipped else outcome, done.stdout + done.stderr
 
 

@@ -18,6 +18,7 @@ import argparse
 import datetime
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -341,10 +342,16 @@ def work(args: argparse.Namespace, parts: dict[str, Part]) -> None:
 
 
 def free_port() -> int:
-    """One of this machine's that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One of this machine's that nobody listens on.
+
+    It is below those that Linux gives out by itself, to gloo's connections for instance: one of
+    them could be given to another process before the program listens.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of 100 ports from 15000 to 32000 is free")
 
 
 def launch(

@@ -579,7 +579,7 @@ class Together:
         backend = self._backend
         if backend.num_calls != self._num_calls:
             return False
-        raised = error
+        original = error
         if check is not None and not isinstance(error, FlashMoEError):
             try:
                 check()
@@ -599,8 +599,8 @@ class Together:
         if void is not None and self._may_be_void:
             self.void, self.error = void, error
             return True
-        if told is not raised:
-            raise told from raised
+        if told is not original:  # the block's own error says what led to it
+            raise told from original
         return False
 
     def _is_put_off(self, error: Exception) -> bool:

@@ -25,7 +25,7 @@ WITH_TORCH = (
     "torch.distributed.run",
     "torch.distributed.tensor.parallel",
 )
-"""What many programs import and that takes long."""
+"""Imports of many programs that take long."""
 
 # Ranks that share a GPU wait for one another, while a kernel's first launch waits for all of them.
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -57,7 +57,7 @@ def with_transformers() -> Path:
 
 @pytest.fixture(scope="session")
 def with_megatron() -> Path:
-    """Forks programs that have all that Megatron imports, and import it and the package anew."""
+    """Forks programs that have what Megatron imports, and import Megatron and the package."""
     modules = ("torch.distributed.run", "tests.megatron.without_megatron")
     return program_forks.listening("megatron", *modules)
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -161,14 +161,21 @@ def _live(imposed: dict[str, str], pipe_fd: int, stdout: int, stderr: int) -> No
         os._exit(code)
 
 
+def import_for_forks(modules: Sequence[str]) -> dict[str, str]:
+    """Imports what forks of this process will have, and returns what that put into the environment.
+
+    Imported modules stay. A collection of garbage that looks at them takes each fork a third of a
+    second, and copies their memory; so none does.
+    """
+    before = dict(os.environ)
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    return {name: value for name, value in os.environ.items() if before.get(name) != value}
+
+
 if __name__ == "__main__":
     own = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:] = json.loads(sys.argv[2])
-    before = dict(os.environ)
-    for module in sys.argv[3:]:
-        importlib.import_module(module)
-    # Imported modules stay. A collection of garbage that looks at them takes each fork a third of a
-    # second, and copies their memory.
-    gc.collect()
-    gc.freeze()
-    _serve(own, {name: value for name, value in os.environ.items() if before.get(name) != value})
+    _serve(own, import_for_forks(sys.argv[3:]))

@@ -11,7 +11,6 @@ All processes of a pytest-xdist run share what listens, which lives as long as t
 import atexit
 import contextlib
 import fcntl
-import gc
 import importlib
 import json
 import os
@@ -204,18 +203,13 @@ def _run(call: dict[str, Any]) -> None:
 def _main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     until, path, modules = int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:]
-    before, began_with = dict(os.environ), sys.path[:]
+    began_with = sys.path[:]
     sys.path[:] = path
-    for module in modules:
-        importlib.import_module(module)
+    imposed = importlib.import_module("tests.forks").import_for_forks(modules)
     sys.path[:] = began_with
     for name in list(sys.modules):
         if name.partition(".")[0] in ("tests", "flashmoe_megatron", "tools", "examples"):
             del sys.modules[name]
-    # What is imported stays: collections of garbage need not look at it, nor copy its memory.
-    gc.collect()
-    gc.freeze()
-    imposed = {name: value for name, value in os.environ.items() if before.get(name) != value}
     _Server(listener, until, imposed).serve()
     os._exit(0)
 

@@ -639,7 +639,7 @@ def _kernels() -> Steps:
     return KERNELS
 
 
-def how_and_where(
+def options_and_device(
     options: BackendOptions | None, device: torch.device | None
 ) -> tuple[BackendOptions, torch.device]:
     """The options and the device of a layer, by default all defaults and the CPU.
@@ -687,7 +687,7 @@ class ScheduledBackend(SeparateBackend):
             FlashMoEError: Rows are to be copied between GPUs that cannot write into each other's
                 memory.
         """
-        options, device = how_and_where(options, device)
+        options, device = options_and_device(options, device)
         if options.filled_slots:
             raise ConfigError(
                 f"spare_slots={options.spare_slots} on the backend 'scheduled': wanted 0, or "

@@ -17,7 +17,7 @@ from flashmoe_megatron.options import BackendOptions
 from flashmoe_megatron.replicas.placement import Counts, Hosts, Placement
 from flashmoe_megatron.replicas.policy import check_slots, plan_replicas
 from flashmoe_megatron.separate.agreement import ranks_of
-from flashmoe_megatron.separate.backend import SeparateBackend, how_and_where
+from flashmoe_megatron.separate.backend import SeparateBackend, options_and_device
 from flashmoe_megatron.separate.exchange import Exchange
 from flashmoe_megatron.separate.plan import Routes, rows_of_experts
 from flashmoe_megatron.separate.records import IN_TURN
@@ -60,7 +60,7 @@ class ReferenceBackend(SeparateBackend):
             ConfigError: The group's size is not ``config.num_ranks``, a rank cannot have the spare
                 slots, or an argument is of another class.
         """
-        options, device = how_and_where(options, device)
+        options, device = options_and_device(options, device)
         if planner is not None and not callable(planner):
             raise ConfigError(f"planner={planner!r}: wanted a function, or None")
         ranks = ranks_of(config, group)

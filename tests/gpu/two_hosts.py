@@ -342,10 +342,10 @@ def work(args: argparse.Namespace, parts: dict[str, Part]) -> None:
 
 
 def free_port() -> int:
-    """One of this machine's that nobody listens on.
+    """A port of this machine that nobody listens on.
 
-    It is below those that Linux gives out by itself, to gloo's connections for instance: one of
-    them could be given to another process before the program listens.
+    Linux gives higher ports to connections, such as gloo's. It could give one to another process
+    before the program listens on it.
     """
     for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):

@@ -69,7 +69,7 @@ def test_weak_scaling_of_training(
 ):
     pytest.importorskip("megatron.core" if framework == "megatron" else "deepspeed")
     folder = tmp_path / "run"
-    # Where wandb, which Megatron imports, was there before the fork, its run lacked rows.
+    # Megatron imports wandb. If that is imported before the fork, wandb's run lacks rows.
     imported = "with_torch" if framework == "megatron" else "with_transformers"
     more = {FORKED_FROM: str(request.getfixturevalue(imported))}
     ran = call(f"weak_scaling_{framework}", "--out", str(folder), *arguments, **more)

@@ -23,7 +23,7 @@ def test_each_is_a_change_of_the_package(mutation: Mutation, package: Sources) -
 
 
 def test_each_has_tests_that_pytest_finds() -> None:
-    """A case that is named after parameters of before is none."""
+    """The name of a case has its parameters, and is another one when these change."""
     cases = {case for one in MUTATIONS for case in (one.caught_by, one.on_gpu) if case}
     run_python("-m", "pytest", "--collect-only", "--quiet", "-o", "addopts=", *sorted(cases))
 
